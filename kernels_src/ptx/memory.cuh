@@ -1,0 +1,18 @@
+// Loads and stores with a cache policy, for data that is used once. Test: tests/test_ptx.py
+#pragma once
+#include "common/types.cuh"
+#include "ptx/site.cuh"
+
+// 16 bytes of read-only data that will not be read again soon: not kept in L1.
+__device__ __forceinline__ uint4 load_streaming(const void *p PTX_SITE) {
+#ifdef CUKERN_EMU
+  emu_access(p, 16, 0, 16, "load_streaming", PTX_HERE);
+  return *static_cast<const uint4 *>(p);
+#else
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+#endif
+}
