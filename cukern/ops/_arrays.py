@@ -1,0 +1,209 @@
+"""What every operator does first: find where its arrays live, and check them before anything is launched.
+
+CuPy arrays (and anything with ``__cuda_array_interface__`` or DLPack on a GPU) run the CUDA kernel, NumPy arrays run the
+reference, or the emulated CUDA kernel while emulation is active.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+
+__all__ = [
+    "BFLOAT16",
+    "CTYPES",
+    "FLOAT16",
+    "FLOAT32",
+    "Array",
+    "Place",
+    "as_rows",
+    "broadcast_rows",
+    "check_dtype",
+    "check_out",
+    "check_shape",
+    "contiguous",
+    "place_arrays",
+]
+
+Array = Any
+"""A NumPy or CuPy array (CuPy may be absent, so it cannot be named in a type)."""
+
+FLOAT16 = np.dtype(np.float16)
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT32 = np.dtype(np.float32)
+
+CTYPES = {FLOAT16: "half", BFLOAT16: "bf16", FLOAT32: "float"}
+"""NumPy dtype -> the name of the type in kernels_src/common/types.cuh."""
+
+Kind = Literal["cuda", "emulated", "reference"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an operator runs: ``kind`` and the array module ``xp`` (cupy or numpy)."""
+
+    kind: Kind
+    xp: Any
+
+    def empty(self, shape: Sequence[int] | int, dtype: np.dtype) -> Array:
+        """Uninitialised array; under emulation its bytes are all ones (NaN, -1), so that an unwritten element shows."""
+        out = self.xp.empty(shape, dtype)
+        if self.kind == "emulated" and out.size:
+            out.reshape(-1).view(np.uint8)[...] = 255
+        return out
+
+
+def _emulating() -> bool:
+    module = sys.modules.get("cukern.emulator")
+    if module is None and os.environ.get("CUKERN_EMULATE", "") in ("", "0"):
+        return False
+    from cukern import emulator
+
+    return emulator.active()
+
+
+def _to_array(function: str, name: str, value: Any) -> tuple[Array, bool]:
+    """The value as an array, and whether it lives on a GPU."""
+    if isinstance(value, np.ndarray):
+        return value, False
+    if hasattr(value, "__cuda_array_interface__"):
+        import cupy
+
+        return (value if isinstance(value, cupy.ndarray) else cupy.asarray(value)), True
+    if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
+        on_gpu = int(value.__dlpack_device__()[0]) in (2, 13)  # kDLCUDA, kDLCUDAManaged
+        if on_gpu:
+            import cupy
+
+            return cupy.from_dlpack(value), True
+        return np.from_dlpack(value), False
+    raise TypeError(
+        f"{function}: {name} must be a CuPy or NumPy array (or offer __cuda_array_interface__ or DLPack), "
+        f"got {type(value).__name__}"
+    )
+
+
+def place_arrays(function: str, /, **arrays: Any) -> tuple[Place, list[Array]]:
+    """Classify the arguments of an operator.
+
+    Parameters
+    ----------
+    function : str
+        Name of the operator, for messages.
+    **arrays
+        The array arguments by name; None is passed through.
+
+    Returns
+    -------
+    Place, list
+        Where to run, and the arguments as CuPy or NumPy arrays in the order given.
+
+    Raises
+    ------
+    TypeError
+        An argument is no array, or some live on a GPU and some do not.
+    ValueError
+        The arrays live on different GPUs.
+    """
+    converted: list[Array] = []
+    on_gpu: list[str] = []
+    on_cpu: list[str] = []
+    for name, value in arrays.items():
+        if value is None:
+            converted.append(None)
+            continue
+        array, gpu = _to_array(function, name, value)
+        converted.append(array)
+        (on_gpu if gpu else on_cpu).append(name)
+    if on_gpu and on_cpu:
+        raise TypeError(
+            f"{function}: {', '.join(on_gpu)} on the GPU but {', '.join(on_cpu)} on the CPU; "
+            "move them to one place (cupy.asarray or cupy.asnumpy)"
+        )
+    if on_gpu:
+        import cupy
+
+        devices = {a.device.id for a in converted if a is not None}
+        if len(devices) > 1:
+            where = ", ".join(f"{n} on {a.device.id}" for n, a in zip(arrays, converted) if a is not None)
+            raise ValueError(f"{function}: arrays on different GPUs ({where}); copy them to one")
+        return Place("cuda", cupy), converted
+    return Place("emulated" if _emulating() else "reference", np), converted
+
+
+def check_dtype(function: str, name: str, array: Array, allowed: Sequence[np.dtype | type]) -> None:
+    """Raise TypeError unless the dtype of the array is one of ``allowed``."""
+    dtypes = [np.dtype(d) for d in allowed]
+    if array.dtype not in dtypes:
+        names = ", ".join(d.name for d in dtypes)
+        raise TypeError(f"{function}: {name} has dtype {array.dtype}, expected {names}")
+
+
+def check_shape(function: str, name: str, array: Array, shape: Sequence[int | None]) -> None:
+    """Raise ValueError unless the shape matches; None stands for any size."""
+    if len(array.shape) != len(shape) or any(w is not None and g != w for g, w in zip(array.shape, shape)):
+        want = ", ".join("any" if s is None else str(s) for s in shape)
+        raise ValueError(f"{function}: {name} has shape {tuple(array.shape)}, expected ({want})")
+
+
+def contiguous(array: Array, place: Place) -> Array:
+    """The array itself if C-contiguous and aligned to 16 bytes, else a copy that is: kernels see a base pointer."""
+    if array is None:
+        return array
+    flags = array.flags
+    if flags.c_contiguous and (array.size == 0 or _pointer(array) % 16 == 0):
+        return array
+    copy = place.xp.empty(array.shape, array.dtype)
+    copy[...] = array
+    return copy
+
+
+def _pointer(array: Array) -> int:
+    if isinstance(array, np.ndarray):
+        return int(array.__array_interface__["data"][0])
+    return int(array.data.ptr)
+
+
+def check_out(function: str, out: Array, shape: Sequence[int], dtype: np.dtype, *, name: str = "out") -> None:
+    """Check an array that a kernel writes: exact shape and dtype, writable, C-contiguous, aligned to 16 bytes."""
+    check_shape(function, name, out, shape)
+    check_dtype(function, name, out, [dtype])
+    if not out.flags.c_contiguous:
+        raise ValueError(f"{function}: {name} must be C-contiguous (strides {out.strides}); pass a contiguous array")
+    if isinstance(out, np.ndarray) and not out.flags.writeable:
+        raise ValueError(f"{function}: {name} is read-only")
+    if out.size and _pointer(out) % 16:
+        raise ValueError(f"{function}: {name} must start at a multiple of 16 bytes; pass a freshly allocated array")
+
+
+def as_rows(array: Array) -> tuple[int, int]:
+    """(rows, columns) of an array seen as a matrix over its last axis."""
+    columns = int(array.shape[-1])
+    rows = 1
+    for n in array.shape[:-1]:
+        rows *= int(n)
+    return rows, columns
+
+
+def broadcast_rows(function: str, name: str, value: Any, rows: int, dtype: np.dtype, place: Place) -> Array:
+    """A scalar or an array [rows] of per-row parameters as an array [rows] of ``dtype`` at the place."""
+    if value is None:
+        raise TypeError(f"{function}: {name} must be a number or an array [{rows}], got None")
+    xp = place.xp
+    if isinstance(value, (int, float, np.generic)):
+        return xp.full(rows, value, dtype)
+    array, gpu = _to_array(function, name, value)
+    if gpu != (place.kind == "cuda"):
+        if gpu:
+            raise TypeError(f"{function}: {name} lives on the GPU but the other arrays on the CPU")
+        array = xp.asarray(array)
+    if array.ndim == 0:
+        return xp.full(rows, array, dtype)
+    check_shape(function, name, array, (rows,))
+    return xp.ascontiguousarray(array.astype(dtype, copy=False))

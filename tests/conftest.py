@@ -1,0 +1,72 @@
+"""Fixtures shared by all tests: the backends on which an operator is tested."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+DATA = Path(__file__).parent / "data"
+
+
+def gpu_missing() -> str:
+    """Why GPU tests cannot run here, or an empty string."""
+    try:
+        import cupy
+    except ImportError:
+        return "CuPy is not installed"
+    if not cupy.cuda.is_available():
+        return "no usable NVIDIA GPU"
+    return ""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = gpu_missing()
+    if reason:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+class Backend:
+    """Moves arrays to where an operator under test runs, and back."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def put(self, array: np.ndarray) -> Any:
+        if self.name == "cuda":
+            import cupy
+
+            return cupy.asarray(array)
+        return np.array(array)  # a copy: kernels may write in place
+
+    def get(self, array: Any) -> np.ndarray:
+        return array.get() if self.name == "cuda" else np.asarray(array)
+
+
+@pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu), "emulated"])
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    """The CUDA kernel on a GPU (where there is one), and the same text under emulation in check mode."""
+    if request.param == "cuda":
+        yield Backend("cuda")
+        return
+    import cukern
+
+    with cukern.emulate(check=True):
+        yield Backend("emulated")
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Random numbers seeded by the test's name: fresh for every test, the same at every run."""
+    return np.random.default_rng(list(request.node.name.encode()))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quiet_progress() -> None:
+    os.environ.setdefault("CUKERN_NO_PROGRESS", "1")
