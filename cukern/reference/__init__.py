@@ -1,4 +1,4 @@
-"""NumPy oracles of the operators: same names and signatures as cukern.reference, written to be read, float32 or float64."""
+"""NumPy oracles of the operators: same names and signatures as cukern.ops, written to be read."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def rounding(expected: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def max_error(result: Any, expected: np.ndarray) -> float:
-    """Largest absolute difference beyond the rounding of the result's own dtype; NaN where only one of them is NaN counts as inf."""
+    """Largest absolute difference beyond one rounding of the result's dtype; a NaN on one side only counts as inf."""
     got, want = to_float64(result), np.asarray(expected, np.float64)
     if got.shape != want.shape:
         raise AssertionError(f"shape {got.shape}, expected {want.shape}")
