@@ -1,7 +1,7 @@
 """What every operator does first: find where its arrays live, and check them before anything is launched.
 
-CuPy arrays (and anything with ``__cuda_array_interface__`` or DLPack on a GPU) run the CUDA kernel, NumPy arrays run the
-reference, or the emulated CUDA kernel while emulation is active.
+CuPy arrays (and anything with ``__cuda_array_interface__`` or DLPack on a GPU) run the CUDA kernel, NumPy arrays run
+the reference, or the emulated CUDA kernel while emulation is active.
 """
 
 from __future__ import annotations
