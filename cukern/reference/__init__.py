@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-# operator -> module; a new operator adds a line here and in cukern/ops/__init__.py
-_EXPORTS = {
-    "embedding": "embedding",
-    "rms_norm": "rms_norm",
-    "rope": "rope",
-    "qk_norm_rope_cache": "qk_norm_rope_cache",
-    "kv_cache_write": "kv_cache_write",
-    "swiglu": "swiglu",
+# Imported eagerly: an operator has the name of its module, and importing a submodule later would rebind the name.
+# A new operator adds a line here and in cukern/ops/__init__.py.
+from cukern.reference.embedding import embedding
+from cukern.reference.kv_cache_write import kv_cache_write
+from cukern.reference.qk_norm_rope_cache import qk_norm_rope_cache
+from cukern.reference.rms_norm import rms_norm
+from cukern.reference.rope import rope
+from cukern.reference.swiglu import swiglu
+
+# operators that move to the imports above as their modules land
+_PENDING = {
     "softmax": "softmax",
     "log_softmax": "softmax",
     "token_logprobs": "softmax",
@@ -23,14 +26,10 @@ _EXPORTS = {
     "sample": "sampling",
 }
 
-__all__ = list(_EXPORTS)
+__all__ = ["embedding", "kv_cache_write", "qk_norm_rope_cache", "rms_norm", "rope", "swiglu"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(importlib.import_module(f"cukern.reference.{_EXPORTS[name]}"), name)
+    if name in _PENDING:
+        return getattr(importlib.import_module(f"cukern.reference.{_PENDING[name]}"), name)
     raise AttributeError(f"module 'cukern.reference' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
