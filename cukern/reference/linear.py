@@ -1,0 +1,76 @@
+"""NumPy oracle of the linear layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+__all__ = ["linear"]
+
+# Elements of the weight converted to float32 at a time (16 MB): a vocabulary-sized weight is never held twice.
+_BLOCK = 1 << 22
+
+
+def linear(
+    x: np.ndarray,
+    weight: np.ndarray,
+    *,
+    bias: np.ndarray | None = None,
+    residual: np.ndarray | None = None,
+    dtype: Any = None,
+    out: np.ndarray | None = None,
+    backend: str = "cukern",
+) -> np.ndarray:
+    """``y = x @ weight.T + bias``, with the sums in float32 (float64 if the inputs are float64).
+
+    Parameters
+    ----------
+    x : ndarray [..., K]
+        Any float dtype.
+    weight : ndarray [N, K]
+        Any float dtype.
+    bias : ndarray [N], optional
+        Added before the result is rounded.
+    residual : ndarray [..., N], optional
+        float32 (or float64); ``residual += y`` in place, and ``residual`` is returned.
+    dtype : dtype, optional
+        Of the result; default that of ``out``, else of ``x``. The value is rounded once, at the end.
+    out : ndarray [..., N], optional
+        Written and returned.
+    backend : str
+        Accepted for the signature of :func:`cukern.ops.linear`; there is one backend here.
+
+    Returns
+    -------
+    ndarray [..., N]
+
+    Raises
+    ------
+    ValueError
+        Shapes that do not fit together.
+    """
+    if weight.ndim != 2 or x.ndim < 1 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"linear: x {x.shape} and weight {weight.shape} do not fit: expected [..., K] and [N, K]")
+    n, k = weight.shape
+    shape = (*x.shape[:-1], n)
+    for name, array, want in (("bias", bias, (n,)), ("residual", residual, shape), ("out", out, shape)):
+        if array is not None and array.shape != want:
+            raise ValueError(f"linear: {name} has shape {array.shape}, expected {want}")
+    work = np.float64 if np.float64 in (x.dtype, weight.dtype) else np.float32
+    rows = x.reshape(-1, k).astype(work, copy=False)
+    y = np.empty((rows.shape[0], n), work)
+    block = max(1, _BLOCK // max(1, k)) if weight.dtype != work else max(1, n)
+    for start in range(0, n, block):
+        part = weight[start : start + block].astype(work, copy=False)
+        np.matmul(rows, part.T, out=y[:, start : start + block])
+    if bias is not None:
+        y += bias.astype(work)
+    y = y.reshape(shape)
+    if residual is not None:
+        residual += y
+        return residual
+    if out is None:
+        return y.astype(x.dtype if dtype is None else dtype, copy=False)
+    out[...] = y.astype(out.dtype, copy=False)
+    return out
