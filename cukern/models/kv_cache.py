@@ -1,0 +1,86 @@
+"""Paged key/value cache: one pool of equal blocks a layer, shared by all sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .config import Qwen3Config
+from .device import Device
+
+__all__ = ["BLOCK_SIZES", "PagedKVCache", "ScratchKVCache"]
+
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+"""Keys per block that the attention kernels accept."""
+
+
+class PagedKVCache:
+    """Keys and values of every layer: two arrays [L, num_blocks, Hkv, block_size, D] in the model's compute dtype.
+
+    Parameters
+    ----------
+    config : Qwen3Config
+    num_blocks : int
+        Blocks in the pool; a block holds `block_size` tokens of one sequence in every layer.
+    block_size : int
+        One of 16, 32, 64, 128, 256.
+    device : Device
+        Where the arrays live.
+    dtype : numpy.dtype
+        float16 or bfloat16 on a GPU and emulated, float32 on the CPU reference.
+    num_layers : int, optional
+        Layers that are stored; the model's by default.
+
+    Notes
+    -----
+    GPU memory is left uninitialised. On the host the pool starts as NaN, so that a read of a slot that nobody
+    wrote shows.
+    """
+
+    def __init__(
+        self,
+        config: Qwen3Config,
+        num_blocks: int,
+        block_size: int,
+        device: Device,
+        dtype: Any,
+        *,
+        num_layers: int | None = None,
+    ) -> None:
+        if block_size not in BLOCK_SIZES:
+            raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {block_size!r}")
+        if num_blocks < 0:
+            raise ValueError(f"num_blocks must not be negative, got {num_blocks!r}")
+        layers = config.num_hidden_layers if num_layers is None else num_layers
+        shape = (layers, num_blocks, config.num_key_value_heads, block_size, config.head_dim)
+        self.num_blocks, self.block_size = num_blocks, block_size
+        with device.context():
+            self.k = device.xp.empty(shape, dtype)
+            self.v = device.xp.empty(shape, dtype)
+        if device.kind != "cuda":
+            self.k.fill(float("nan"))
+            self.v.fill(float("nan"))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both arrays."""
+        return int(self.k.nbytes + self.v.nbytes)
+
+    @staticmethod
+    def block_nbytes(config: Qwen3Config, block_size: int, dtype_bytes: int) -> int:
+        """Bytes that one block takes over all layers, keys and values."""
+        return 2 * config.num_hidden_layers * config.kv_size * block_size * dtype_bytes
+
+    def layer(self, index: int) -> tuple[Any, Any]:
+        """Return the caches (k, v) of one layer, each [num_blocks, Hkv, block_size, D], as views."""
+        return self.k[index], self.v[index]
+
+
+class ScratchKVCache(PagedKVCache):
+    """Room for one layer that every layer overwrites: all that a forward pass without a later step needs."""
+
+    def __init__(self, config: Qwen3Config, num_blocks: int, block_size: int, device: Device, dtype: Any) -> None:
+        super().__init__(config, num_blocks, block_size, device, dtype, num_layers=1)
+
+    def layer(self, index: int) -> tuple[Any, Any]:
+        """Return the one pair of caches, whichever layer asks."""
+        return self.k[0], self.v[0]
