@@ -22,6 +22,7 @@ _EXPORTS = {
     "attention_decode": "attention_decode",
     "argmax": "sampling",
     "sample": "sampling",
+    "top_logprobs": "sampling",
 }
 
 __all__ = list(_EXPORTS)

@@ -24,6 +24,7 @@ _PENDING = {
     "attention_decode": "attention_decode",
     "argmax": "sampling",
     "sample": "sampling",
+    "top_logprobs": "sampling",
 }
 
 __all__ = ["embedding", "kv_cache_write", "qk_norm_rope_cache", "rms_norm", "rope", "swiglu"]
