@@ -70,9 +70,12 @@ class Device:
             with _cupy().cuda.Device(self.index):
                 yield
         elif self.kind == "emulated":
-            from ..emulator import emulate
+            from .. import emulator
 
-            with emulate():
+            if emulator.active():  # keep the mode that the user chose
+                yield
+                return
+            with emulator.emulate():
                 yield
         else:
             yield
