@@ -1,0 +1,262 @@
+"""Linear layer on tensor cores: fp16 or bf16 in, fp32 sums in one fixed order at every batch size."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from cukern.ops import _linear_variants as variants
+from cukern.ops._arrays import (
+    BFLOAT16,
+    CTYPES,
+    FLOAT16,
+    FLOAT32,
+    Array,
+    Place,
+    as_rows,
+    check_dtype,
+    check_out,
+    check_shape,
+    contiguous,
+    place_arrays,
+)
+from cukern.reference.linear import linear as reference_linear
+
+__all__ = ["kernel_variants", "linear"]
+
+# Kernels count rows and columns in 32 bits (offsets in 64) and round them up to a tile.
+_MAX_SIZE = 2**31 - 4096
+
+
+def linear(
+    x: Array,
+    weight: Array,
+    *,
+    bias: Array | None = None,
+    residual: Array | None = None,
+    dtype: Any = None,
+    out: Array | None = None,
+    backend: str = "cukern",
+) -> Array:
+    """``y = x @ weight.T``, plus a bias, plus a residual stream, in one kernel.
+
+    Sums are taken in float32 in an order that depends on the shape of the weight alone (docs/numerics.md, item 1): a
+    row of the result has the same bits whatever other rows are in the batch. The result is rounded once.
+
+    Parameters
+    ----------
+    x : array [..., K]
+        float16 or bfloat16; copied if not contiguous.
+    weight : array [N, K]
+        Same dtype, contiguous. Rows that do not start at multiples of 16 bytes (K % 8 != 0) are right but slower.
+    bias : array [N], optional
+        float32, or float16/bfloat16 (converted at every call: keep it in float32).
+    residual : array [..., N], optional
+        float32, contiguous: ``residual += y`` in place (``y`` not rounded before), and `residual` is returned.
+    dtype : dtype, optional
+        Of the result: that of `x` (default) or float32 (logits). With `residual` it is float32.
+    out : array [..., N], optional
+        Written and returned; contiguous, not the memory of `x`. Not with `residual`.
+    backend : {"cukern", "cublas"}
+        "cublas" calls the vendor's library, for comparison: its bits change with the batch, and it cannot be captured.
+
+    Returns
+    -------
+    array [..., N]
+        `out`, `residual`, or a new array.
+
+    Raises
+    ------
+    TypeError
+        Wrong dtypes, or arrays in different places.
+    ValueError
+        Shapes that do not fit, K = 0, a non-contiguous `weight`, `out` or `residual`, an unknown `backend`.
+    RuntimeError
+        ``backend="cublas"`` for arrays that are not on a GPU, or without the library.
+
+    Notes
+    -----
+    NumPy arrays without emulation go to the reference (float32 accepted there too), with sums in NumPy's order.
+    """
+    return _linear(x, weight, bias, residual, dtype, out, backend, None)
+
+
+def _linear_variant(
+    variant: variants.Variant,
+    x: Array,
+    weight: Array,
+    *,
+    bias: Array | None = None,
+    residual: Array | None = None,
+    dtype: Any = None,
+    out: Array | None = None,
+) -> Array:
+    """:func:`linear` by the kernel variant given, for tests and tuning. ValueError if it cannot run this weight."""
+    return _linear(x, weight, bias, residual, dtype, out, "cukern", variant)
+
+
+def _linear(
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    residual: Array | None,
+    dtype: Any,
+    out: Array | None,
+    backend: str,
+    variant: variants.Variant | None,
+) -> Array:
+    if backend not in ("cukern", "cublas"):
+        raise ValueError(f'linear: backend must be "cukern" or "cublas", got {backend!r}')
+    place, (x, weight, bias, residual, out) = place_arrays(
+        "linear", x=x, weight=weight, bias=bias, residual=residual, out=out
+    )
+    out_dtype, n = _check(place, x, weight, bias, residual, dtype, out)
+    rows, k = as_rows(x)
+    if backend == "cublas" and place.kind != "cuda":
+        raise RuntimeError(f'linear: backend="cublas" needs arrays on a GPU, these are NumPy arrays ({place.kind})')
+    if place.kind == "reference":
+        return reference_linear(x, weight, bias=bias, residual=residual, dtype=out_dtype, out=out)
+    shape = (*x.shape[:-1], n)
+    target = residual if residual is not None else out if out is not None else place.empty(shape, out_dtype)
+    if rows == 0 or n == 0:
+        return target
+    x = contiguous(x, place)
+    if bias is not None:
+        bias = contiguous(bias.astype(FLOAT32, copy=False), place)
+    if backend == "cublas":
+        _cublas(x, weight, bias, residual is not None, target, rows, n, k)
+        return target
+    aligned = k % 8 == 0 and _address(weight) % 16 == 0
+    sm_count = _device().sm_count
+    kernel, grid, block, shared_mem = _plan(variant, CTYPES[x.dtype], CTYPES[out_dtype], rows, n, k, aligned, sm_count)
+    kernel(grid, block, (x, weight, bias, residual, target, rows, n, k), shared_mem=shared_mem)
+    return target
+
+
+def _check(
+    place: Place,
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    residual: Array | None,
+    dtype: Any,
+    out: Array | None,
+) -> tuple[np.dtype, int]:
+    """Everything about the arguments; the dtype of the result, and N."""
+    halves = [FLOAT16, BFLOAT16]
+    inputs = [*halves, FLOAT32] if place.kind == "reference" else halves
+    check_dtype("linear", "x", x, inputs)
+    check_dtype("linear", "weight", weight, [x.dtype])
+    if x.ndim < 1:
+        raise ValueError("linear: x has no axis, expected [..., K]")
+    check_shape("linear", "weight", weight, (None, x.shape[-1]))
+    n, k = (int(s) for s in weight.shape)
+    if k == 0:
+        raise ValueError(f"linear: x {tuple(x.shape)} and weight {tuple(weight.shape)} have K = 0, nothing to sum over")
+    if max(n, k, x.size // k) > _MAX_SIZE:
+        raise ValueError(
+            f"linear: {x.size // k} rows, N = {n}, K = {k}: each must be at most {_MAX_SIZE}; split the input"
+        )
+    if not weight.flags.c_contiguous:
+        raise ValueError(
+            f"linear: weight must be C-contiguous (strides {weight.strides}), it is too large to copy at every call; "
+            "make it contiguous once"
+        )
+    shape = (*x.shape[:-1], n)
+    if bias is not None:
+        check_dtype("linear", "bias", bias, [FLOAT32, *halves])
+        check_shape("linear", "bias", bias, (n,))
+    if residual is not None:
+        if dtype is not None and np.dtype(dtype) != FLOAT32:
+            raise ValueError(f"linear: with residual the result is float32, got dtype={np.dtype(dtype).name}")
+        if out is not None:
+            raise ValueError("linear: give residual or out, not both; with residual the result is written there")
+        check_out("linear", residual, shape, FLOAT32, name="residual")
+        return FLOAT32, n
+    out_dtype = np.dtype(dtype) if dtype is not None else x.dtype if out is None else out.dtype
+    if out_dtype not in (x.dtype, FLOAT32):
+        raise TypeError(f"linear: dtype must be {x.dtype} (that of x) or float32, got {out_dtype}")
+    if out is not None:
+        check_out("linear", out, shape, out_dtype)
+    return out_dtype, n
+
+
+@functools.lru_cache(maxsize=8192)
+def _plan(
+    variant: variants.Variant | None, ctype: str, out_ctype: str, m: int, n: int, k: int, aligned: bool, sm_count: int
+) -> tuple[Any, tuple[int, ...], tuple[int, ...], int]:
+    """Kernel, grid, block and shared memory; remembered, since decoding asks for the same few at every token."""
+    from cukern import jit
+
+    segment = variants.template_segment(n, k)
+    if variant is None:
+        variant = variants.select(m, n, k, aligned, sm_count)
+    elif not variant.fits(segment):
+        raise ValueError(f"linear: variant {variant} cannot run a weight [{n}, {k}] with segments of {segment or k}")
+    kernel = jit.kernel("linear.cu", variant.kernel, (ctype, out_ctype, *variant.template(segment), int(aligned)))
+    return kernel, variant.grid(m, n), (variant.threads,), variant.shared_mem(m, k, segment)
+
+
+def _device() -> Any:
+    from cukern import jit
+
+    return jit.device()
+
+
+def _address(array: Array) -> int:
+    if isinstance(array, np.ndarray):
+        return int(array.__array_interface__["data"][0])
+    return int(array.data.ptr)
+
+
+def kernel_variants() -> list[tuple[str, str, tuple[str | int, ...]]]:
+    """(file, kernel, template arguments) of what can be chosen: to compile ahead, and to check for register spills.
+
+    half and bf16 differ in one instruction and have equal resources, so each variant comes once as (half, half) and
+    once as (bf16, float).
+    """
+    shapes = [
+        (m, n, k)
+        for m in (1, 16, 32, 64, 256, 4096)
+        for n, k in ((1024, 1024), (1024, 2048), (1024, 3072), (4096, 1024), (4096, 4096), (24576, 4096))
+    ]
+    found: dict[tuple[str, str, tuple[str | int, ...]], None] = {}
+    for m, n, k in shapes:
+        segment = variants.template_segment(n, k)
+        for aligned in (True, False):
+            options = list(variants.candidates(m, n, k)) if aligned else [variants.select(m, n, k, False, 132)]
+            for option in options:
+                for ctype, out_ctype in (("half", "half"), ("bf16", "float")):
+                    template: tuple[str | int, ...] = (ctype, out_ctype, *option.template(segment), int(aligned))
+                    found[("linear.cu", option.kernel, template)] = None
+    return list(found)
+
+
+def _cublas(
+    x: Array, weight: Array, bias: Array | None, accumulate: bool, target: Array, m: int, n: int, k: int
+) -> None:
+    """target = x weight^T (+ target) by cublasGemmEx, fp32 sums; row-major y = x w^T is column-major y^T = w x^T."""
+    try:
+        from cupy.cuda import device
+        from cupy_backends.cuda.libs import cublas
+    except ImportError as error:
+        raise RuntimeError(
+            'linear: backend="cublas" needs cuBLAS (pip install "cupy-cuda12x[ctk]" or a CUDA toolkit); '
+            'use backend="cukern"'
+        ) from error
+    types = {FLOAT32: 0, FLOAT16: 2, BFLOAT16: 14}  # cudaDataType: CUDA_R_32F, CUDA_R_16F, CUDA_R_16BF
+    kind, out_kind = types[x.dtype], types[target.dtype]
+    compute_32f, algorithm = 68, -1  # CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT
+    one, beta = np.ones(1, np.float32), np.full(1, float(accumulate), np.float32)
+    cublas.gemmEx(
+        device.get_cublas_handle(),
+        cublas.CUBLAS_OP_T,
+        cublas.CUBLAS_OP_N,
+        *(n, m, k, one.ctypes.data),
+        *(weight.data.ptr, kind, k, x.data.ptr, kind, k, beta.ctypes.data),
+        *(target.data.ptr, out_kind, n, compute_32f, algorithm),
+    )
+    if bias is not None:
+        target += bias.astype(target.dtype)
