@@ -1,0 +1,248 @@
+"""``cukern generate`` and ``cukern demo``."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cukern.cli import app
+
+if TYPE_CHECKING:
+    from cukern.engine import LLM, Completion, SamplingParams
+
+DEMO_PROMPT = "According to a careful calculation I have made"
+
+
+def _check_device(value: str | None) -> str | None:
+    if value is not None and not re.fullmatch(r"cpu|emulated|cuda(:\d+)?", value):
+        raise typer.BadParameter(f"must be cuda, cuda:N, cpu or emulated, got {value!r}")
+    return value
+
+
+def _check_dtype(value: str) -> str:
+    if value not in ("auto", "float16", "bfloat16"):
+        raise typer.BadParameter(f"must be auto, float16 or bfloat16, got {value!r}")
+    return value
+
+
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="cuda, cuda:N, cpu (NumPy float32) or emulated (the kernels on the CPU). Default: a GPU if usable.",
+        callback=_check_device,
+        show_default=False,
+    ),
+]
+Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float16 or bfloat16.", callback=_check_dtype)]
+
+
+@app.command(
+    epilog="Example: cukern generate Qwen/Qwen3-0.6B 'Why is the sky blue?' --chat -t 0.7 --top-p 0.8 --top-k 20"
+)
+def generate(
+    model: Annotated[str, typer.Argument(help="Checkpoint folder, hub name, or 'demo' for the model in the package.")],
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; '-' or nothing reads standard input.", show_default=False)
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--file", "-f", help="Read the prompt from a file.", exists=True, dir_okay=False, show_default=False
+        ),
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put the prompt through the checkpoint's chat template.")
+    ] = False,
+    system: Annotated[str | None, typer.Option(help="System message, with --chat.", show_default=False)] = None,
+    think: Annotated[
+        bool | None,
+        typer.Option("--think/--no-think", help="enable_thinking of the chat template.", show_default=False),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")] = 256,
+    temperature: Annotated[
+        float | None,
+        typer.Option("--temperature", "-t", help="0 is greedy. Default: the checkpoint's.", show_default=False),
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens.", show_default=False)] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Keep the likeliest tokens up to this probability.", show_default=False)
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(help="Keep tokens this many times as likely as the likeliest.", show_default=False),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.", show_default=False)] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End before this text (may be repeated).", show_default=False)
+    ] = None,
+    stop_token_id: Annotated[
+        list[int] | None, typer.Option(help="End at this token (may be repeated).", show_default=False)
+    ] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past end-of-sequence tokens.")] = False,
+    logprobs: Annotated[
+        bool, typer.Option("--logprobs", help="Log-probabilities of the tokens, in the --json output.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
+    stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print text as it comes.")] = True,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest prompt plus completion, in tokens.", min=1, show_default=False)
+    ] = None,
+    device: Device = None,
+    dtype: Dtype = "auto",
+) -> None:
+    """Complete a prompt, or answer it with --chat."""
+    from cukern.engine import SamplingParams
+
+    try:
+        sampling = SamplingParams(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            max_tokens=max_tokens,
+            stop=stop or (),
+            stop_token_ids=stop_token_id or (),
+            ignore_eos=ignore_eos,
+            logprobs=logprobs,
+        )
+    except (ValueError, TypeError) as error:
+        raise typer.BadParameter(str(error).removeprefix("SamplingParams: ")) from None
+    if logprobs and not as_json:
+        raise typer.BadParameter("--logprobs needs --json, which prints them")
+    if not chat and (system is not None or think is not None):
+        raise typer.BadParameter("--system, --think and --no-think need --chat")
+    text = _read_prompt(prompt, file)
+    llm = _load(model, device=device, dtype=dtype, max_num_seqs=1, max_model_len=max_model_len)
+    request: Any = text
+    if chat:
+        messages = [{"role": "system", "content": system}] if system is not None else []
+        request = llm.chat_prompt([*messages, {"role": "user", "content": text}], enable_thinking=think)
+    started = time.perf_counter()
+    completion = _run(llm, request, sampling, show=stream and not as_json)
+    seconds = time.perf_counter() - started
+    if as_json:
+        typer.echo(json.dumps(_as_dict(completion, text, llm, seconds), ensure_ascii=False))
+    elif not stream:
+        typer.echo(completion.text)
+
+
+def _read_prompt(prompt: str | None, file: Path | None) -> str:
+    """The prompt from its one source; a single line break at the end of a file or of standard input is dropped."""
+    if file is not None and prompt is not None:
+        raise typer.BadParameter("give a prompt or --file, not both")
+    if file is not None:
+        where, data = str(file), file.read_bytes()
+    elif prompt in (None, "-"):
+        if prompt is None and sys.stdin.isatty():
+            raise typer.BadParameter("give a prompt, --file, or text on standard input")
+        where, data = "standard input", sys.stdin.buffer.read()
+    else:
+        assert prompt is not None
+        return prompt
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} is not UTF-8 text ({error.reason} at byte {error.start})") from None
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def _load(model: str, **options: Any) -> LLM:
+    from cukern.engine import LLM
+    from cukern.models import demo_checkpoint
+
+    return LLM(demo_checkpoint() if model == "demo" else model, **options)
+
+
+def _run(llm: LLM, prompt: Any, sampling: SamplingParams, *, show: bool) -> Completion:
+    with llm.stream(prompt, sampling) as stream:
+        for piece in stream:
+            if show:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+        if show:
+            typer.echo()
+        return stream.result
+
+
+def _as_dict(completion: Completion, prompt: str, llm: LLM, seconds: float) -> dict[str, Any]:
+    return {
+        "prompt": prompt,
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "token_ids": completion.token_ids,
+        "logprobs": completion.logprobs,
+        "prompt_tokens": len(completion.prompt_token_ids),
+        "seed": completion.seed,
+        "device": str(llm.model.device),
+        "seconds": round(seconds, 6),
+    }
+
+
+@app.command(epilog="Example: cukern demo --emulate --tokens 8 --check")
+def demo(
+    tokens: Annotated[int, typer.Option("--tokens", "-n", help="Tokens to generate.", min=1, max=1024)] = 48,
+    prompt: Annotated[str, typer.Option(help="The prompt.")] = DEMO_PROMPT,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.", min=0.0)] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.", show_default=False)] = None,
+    emulate: Annotated[bool, typer.Option("--emulate", help="Run the CUDA kernels on the CPU (slow).")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare the tokens with the NumPy reference; exit code 1 if they differ.")
+    ] = False,
+    device: Device = None,
+    dtype: Dtype = "auto",
+) -> None:
+    """Generate text with the small model that ships with the package, and say on what it runs."""
+    from cukern.engine import SamplingParams
+
+    if emulate and device not in (None, "emulated"):
+        raise typer.BadParameter(f"--emulate contradicts --device {device}")
+    try:
+        sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=tokens, ignore_eos=True)
+    except (ValueError, TypeError) as error:
+        raise typer.BadParameter(str(error).removeprefix("SamplingParams: ")) from None
+    llm = _load("demo", device="emulated" if emulate else device, dtype=dtype, max_num_seqs=1)
+    typer.echo(_where(llm, asked=emulate or device is not None))
+    typer.echo(f"\n{prompt}", nl=False)
+    started = time.perf_counter()
+    completion = _run(llm, prompt, sampling, show=True)
+    seconds = time.perf_counter() - started
+    note = "" if llm.model.device.kind == "cpu" else ", compilation of kernels included"
+    typer.echo(f"\n{len(completion.token_ids)} tokens in {seconds:.2f} s{note}")
+    if check:
+        _compare(completion, prompt, tokens, temperature)
+
+
+def _where(llm: LLM, *, asked: bool) -> str:
+    """One sentence: the device, and why that one."""
+    from cukern.models.device import cuda_problem
+
+    device = llm.model.device
+    kind = f"{llm.model.config.num_parameters / 1e6:.1f} M parameters, {llm.model.dtype}"
+    if device.kind == "cuda":
+        from cukern import jit
+
+        return f"Demonstration model ({kind}) on the GPU {jit.device().name} ({device}), kernels compiled for it."
+    if device.kind == "emulated":
+        return f"Demonstration model ({kind}); the CUDA kernels run on the CPU by emulation, which is slow."
+    why = "as asked" if asked else f"because no GPU can be used: {cuda_problem()}"
+    return f"Demonstration model ({kind}) on the CPU through the NumPy reference, {why}."
+
+
+def _compare(completion: Completion, prompt: str, tokens: int, temperature: float) -> None:
+    from cukern.engine import SamplingParams
+
+    reference = _load("demo", device="cpu", max_num_seqs=1)
+    sampling = SamplingParams(temperature=temperature, seed=completion.seed, max_tokens=tokens, ignore_eos=True)
+    expected = reference.generate(prompt, sampling)[0].token_ids
+    same = next((i for i, (a, b) in enumerate(zip(completion.token_ids, expected)) if a != b), len(expected))
+    if same < len(expected):
+        raise RuntimeError(f"check failed: token {same} differs from the NumPy reference")
+    typer.echo(f"check: all {len(expected)} tokens equal those of the NumPy reference")

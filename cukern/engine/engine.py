@@ -1,0 +1,183 @@
+"""The engine: block pool, scheduler and runner, advanced one step at a time."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Iterable
+from typing import Any
+
+from cukern.engine.blocks import BlockPool, blocks_for
+from cukern.engine.runner import Runner
+from cukern.engine.scheduler import Scheduler
+from cukern.engine.sequence import Sequence
+
+__all__ = ["Engine", "plan_memory"]
+
+HOST_KV_BYTES = 1 << 30
+GPU_MEMORY_SHARE = 0.9
+
+
+def plan_memory(
+    model: Any,
+    *,
+    block_size: int,
+    max_num_seqs: int,
+    max_batched_tokens: int,
+    max_model_len: int | None,
+    num_blocks: int | None,
+    kv_memory: int | None,
+) -> tuple[int, int]:
+    """Size of the block pool and the longest sequence allowed.
+
+    The pool holds ``num_blocks`` blocks, or as many as fit into ``kv_memory`` bytes, or by default as many as
+    ``max_num_seqs`` sequences of full length need, at most what 90 % of the free GPU memory leaves beside one step's
+    activations (on the host: four sequences, at most 1 GiB).
+
+    Returns
+    -------
+    num_blocks, max_model_len : int
+
+    Raises
+    ------
+    ValueError
+        A size is out of range, or the pool cannot hold one sequence of the ``max_model_len`` asked for.
+    """
+    from cukern.models import PagedKVCache
+
+    config = model.config
+    block_bytes = PagedKVCache.block_nbytes(config, block_size, model.dtype.itemsize)
+    limit = model.max_positions
+    if max_model_len is not None and not 1 <= max_model_len <= limit:
+        raise ValueError(f"LLM: max_model_len must be in 1..{limit} (the model's positions), got {max_model_len!r}")
+    if num_blocks is not None and kv_memory is not None:
+        raise ValueError("LLM: give num_blocks or kv_memory, not both")
+    if num_blocks is not None and num_blocks < 1:
+        raise ValueError(f"LLM: num_blocks must be at least 1, got {num_blocks!r}")
+    if num_blocks is None and kv_memory is not None:
+        num_blocks = kv_memory // block_bytes
+        if num_blocks < 1:
+            raise ValueError(f"LLM: kv_memory must hold at least one block of {block_bytes} bytes, got {kv_memory!r}")
+    if num_blocks is None:
+        per_sequence = blocks_for(max_model_len or limit, block_size)
+        if model.device.kind == "cuda":
+            budget = _free_gpu_bytes(model) - _activation_bytes(config, max_batched_tokens, max_num_seqs)
+            wanted = max_num_seqs * per_sequence
+        else:
+            budget, wanted = HOST_KV_BYTES, min(4, max_num_seqs) * per_sequence
+        num_blocks = min(wanted, budget // block_bytes)
+        if num_blocks < 1:
+            raise ValueError(
+                f"LLM: {max(budget, 0) / 1e9:.2f} GB of GPU memory are left for the KV cache, not one block of "
+                f"{block_bytes / 1e6:.1f} MB; lower max_batched_tokens or max_num_seqs, or free memory"
+            )
+    if max_model_len is None:
+        return num_blocks, min(limit, num_blocks * block_size)
+    if num_blocks * block_size < max_model_len:
+        raise ValueError(
+            f"LLM: {num_blocks} blocks of {block_size} hold {num_blocks * block_size} tokens, less than "
+            f"max_model_len {max_model_len}; give more KV memory or a smaller max_model_len"
+        )
+    return num_blocks, max_model_len
+
+
+def _free_gpu_bytes(model: Any) -> int:
+    import cupy
+
+    with model.device.context():
+        pool = cupy.get_default_memory_pool()
+        free, _ = cupy.cuda.runtime.memGetInfo()
+        return int(GPU_MEMORY_SHARE * (free + pool.free_bytes()))
+
+
+def _activation_bytes(config: Any, tokens: int, rows: int) -> int:
+    """Upper estimate of what one step allocates: residual, projections, MLP, and the float32 logits with the
+    sampler's copies."""
+    per_token = 12 * config.hidden_size + 4 * (config.q_size + 2 * config.kv_size) + 6 * config.intermediate_size
+    return 2 * tokens * per_token + 3 * 4 * rows * config.vocab_size
+
+
+class Engine:
+    """Continuous batching over one model: requests join and leave between any two steps.
+
+    Parameters
+    ----------
+    model : cukern.Qwen3
+    num_blocks, block_size, max_num_seqs, max_batched_tokens : int
+        See `LLM`.
+    """
+
+    def __init__(
+        self, model: Any, *, num_blocks: int, block_size: int, max_num_seqs: int, max_batched_tokens: int
+    ) -> None:
+        self.model = model
+        self.cache = model.new_cache(num_blocks, block_size)
+        self.pool = BlockPool(num_blocks, block_size)
+        self.scheduler = Scheduler(self.pool, max_num_seqs, max_batched_tokens)
+        self._runner = Runner(model, self.cache)
+        self._next_number = 0
+        self._process = os.getpid()
+        self._stepping = False
+        self._dropped_meanwhile: list[Sequence] = []
+
+    def next_number(self) -> int:
+        """Number of the next request."""
+        self._next_number += 1
+        return self._next_number
+
+    def add(self, sequences: Iterable[Sequence]) -> None:
+        """Queue requests."""
+        self.check_process()
+        for sequence in sequences:
+            self.scheduler.add(sequence)
+
+    def step(self) -> bool:
+        """Compute one step: plan on the host, run on the device, book on the host. False when there was nothing to do.
+
+        An exception (KeyboardInterrupt included) leaves the engine usable: no block is lost, and the requests that
+        are not dropped by their owner are computed again from the same point.
+        """
+        self.check_process()
+        if self._stepping:
+            raise RuntimeError("the engine is in the middle of a step; use one LLM from one thread at a time")
+        self._stepping = True
+        try:
+            plan = self.scheduler.schedule()
+            if plan is None:
+                return False
+            self.scheduler.update(plan, *self._runner.run(plan))
+            return True
+        except BaseException as error:
+            self.scheduler.recover()
+            if not os.environ.get("CUKERN_DEBUG"):
+                # A kept traceback (sys.last_value in a notebook) would keep the step's activations alive.
+                traceback.clear_frames(error.__traceback__)
+            raise
+        finally:
+            self._stepping = False
+            dropped, self._dropped_meanwhile = self._dropped_meanwhile, []
+            if dropped:
+                self.scheduler.recover(dropped)
+
+    def drop(self, sequences: Iterable[Sequence]) -> None:
+        """Forget requests and free their blocks at once; finished ones are left alone."""
+        doomed = [s for s in sequences if s.finish_reason is None]
+        if self._stepping:  # a garbage collection inside a step ended a stream
+            self._dropped_meanwhile.extend(doomed)
+        else:
+            try:
+                for sequence in doomed:
+                    self.scheduler.remove(sequence)
+            except BaseException:
+                self.scheduler.recover(doomed)
+                raise
+        for sequence in doomed:
+            sequence.finish("abort")
+
+    def check_process(self) -> None:
+        """Raise RuntimeError in a process forked from the one that owns the GPU."""
+        if self.model.device.kind == "cuda" and os.getpid() != self._process:
+            raise RuntimeError(
+                "this LLM was made in another process: a GPU cannot be used across fork; start workers with "
+                "multiprocessing.get_context('spawn') and make the LLM in the worker"
+            )

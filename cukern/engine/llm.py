@@ -1,0 +1,418 @@
+"""`LLM`: a checkpoint with its tokenizer, ready to generate."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from cukern.engine.blocks import blocks_for
+from cukern.engine.chat import Message
+from cukern.engine.engine import Engine, plan_memory
+from cukern.engine.params import GenerationDefaults, SamplingParams
+from cukern.engine.sequence import Completion
+from cukern.engine.sequence import Sequence as Request
+from cukern.engine.tokenizer import Tokenizer, read_json
+
+__all__ = ["LLM", "Stream"]
+
+Prompt = str | Sequence[int]
+"""A text, or its token ids."""
+
+
+class LLM:
+    """A Qwen3 checkpoint that turns prompts into text.
+
+    Parameters
+    ----------
+    path : str, path or cukern.Qwen3
+        Checkpoint folder, hub name such as "Qwen/Qwen3-0.6B", or a loaded model (which is shared, so that an edit of
+        its weights shows in the next step; its tokenizer is given by ``tokenizer``).
+    dtype : str
+        "auto" (the checkpoint's), "float16" or "bfloat16".
+    device : str, optional
+        "cuda", "cuda:1", "cpu" (NumPy float32 reference), "emulated" (the CUDA kernels on the CPU); None picks a GPU
+        if one is usable.
+    max_num_seqs : int
+        Most requests that run at once; more wait.
+    max_model_len : int, optional
+        Longest prompt plus completion, in tokens. Default: the model's positions, or what the KV pool holds.
+    num_blocks, kv_memory : int, optional
+        Size of the KV pool, in blocks or in bytes (one of them). Default: full-length room for ``max_num_seqs``
+        requests, at most what 90 % of the free GPU memory leaves; on the host four requests, at most 1 GiB.
+    block_size : int
+        Tokens per block: 16, 32, 64, 128 or 256.
+    max_batched_tokens : int
+        Most prompt tokens in one step.
+    tokenizer : str, path or Tokenizer, optional
+        Where the tokenizer is, if not in the checkpoint. Without any, prompts are token ids and completions have no
+        text.
+
+    Notes
+    -----
+    Requests of any length share one block pool; when it runs dry the youngest request is pre-empted and computed
+    again later with the same result. Results do not depend on what else is in the batch. One LLM is for one thread at
+    a time, and for the process that made it.
+
+    Raises
+    ------
+    ValueError, TypeError, FileNotFoundError
+        The checkpoint or an option is not usable; the message says which and why.
+    """
+
+    def __init__(
+        self,
+        path: Any,
+        *,
+        dtype: str = "auto",
+        device: str | None = None,
+        max_num_seqs: int = 256,
+        max_model_len: int | None = None,
+        num_blocks: int | None = None,
+        kv_memory: int | None = None,
+        block_size: int = 64,
+        max_batched_tokens: int = 8192,
+        tokenizer: str | Path | Tokenizer | None = None,
+    ) -> None:
+        from cukern.models import Qwen3, resolve_checkpoint
+
+        for name, value in (("max_num_seqs", max_num_seqs), ("max_batched_tokens", max_batched_tokens)):
+            _check_positive(name, value)
+        for name, size in (("max_model_len", max_model_len), ("num_blocks", num_blocks), ("kv_memory", kv_memory)):
+            if size is not None:
+                _check_positive(name, size)
+        if isinstance(path, Qwen3):
+            if dtype != "auto" or device is not None:
+                raise ValueError("LLM: dtype and device belong to the model that was passed; leave them out")
+            folder, self.model = None, path
+        else:
+            folder = resolve_checkpoint(path)
+            self.model = Qwen3.from_pretrained(folder, dtype=dtype, device=device)
+        self.defaults = self._read_defaults(folder)
+        self.tokenizer = self._read_tokenizer(folder, tokenizer)
+        if self.tokenizer is not None and not self.defaults.eos_token_ids and self.tokenizer.eos_token_id is not None:
+            self.defaults = GenerationDefaults.from_config({}, eos_fallback=self.tokenizer.eos_token_id)
+        count, self.max_model_len = plan_memory(
+            self.model,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_batched_tokens=max_batched_tokens,
+            max_model_len=max_model_len,
+            num_blocks=num_blocks,
+            kv_memory=kv_memory,
+        )
+        self._engine: Engine | None = Engine(
+            self.model,
+            num_blocks=count,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_batched_tokens=max_batched_tokens,
+        )
+
+    def _read_defaults(self, folder: Path | None) -> GenerationDefaults:
+        path = None if folder is None else folder / "generation_config.json"
+        generation = {} if path is None else read_json(path)
+        eos = self.model.config.eos_token_id
+        return GenerationDefaults.from_config(
+            generation, eos_fallback=eos or None, source=str(path or "generation_config.json")
+        )
+
+    @staticmethod
+    def _read_tokenizer(folder: Path | None, tokenizer: Any) -> Tokenizer | None:
+        if isinstance(tokenizer, Tokenizer):
+            return tokenizer
+        if tokenizer is not None:
+            return Tokenizer(tokenizer)
+        if folder is not None and (folder / "tokenizer.json").exists():
+            return Tokenizer(folder)
+        return None
+
+    # -- generation ----------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Complete prompts, batched together.
+
+        Parameters
+        ----------
+        prompts : str, list of int, or a list of these
+            Texts or token ids. No prompts give no completions.
+        sampling : SamplingParams or list, optional
+            One for all prompts, or one each. None: the checkpoint's defaults and 256 tokens.
+
+        Returns
+        -------
+        list of Completion
+            In the order of the prompts.
+
+        Raises
+        ------
+        ValueError, TypeError
+            An empty prompt, a token id outside the vocabulary, a prompt that does not fit with its ``max_tokens``, as
+            many sampling parameters as there are no prompts. Nothing has been computed then.
+        """
+        listed = _as_prompts(prompts)
+        if sampling is None or isinstance(sampling, SamplingParams):
+            params = [sampling] * len(listed)
+        else:
+            params = list(sampling)
+            if len(params) != len(listed):
+                raise ValueError(
+                    f"generate: {len(params)} sampling parameters for {len(listed)} prompts; give one, or one each"
+                )
+        engine = self._open_engine()
+        requests = [self._request(p, s, f"prompts[{i}]") for i, (p, s) in enumerate(zip(listed, params))]
+        try:
+            engine.add(r for r in requests if r.finish_reason is None)
+            while any(r.finish_reason is None for r in requests):
+                engine.step()
+        finally:
+            engine.drop(requests)
+        return [r.completion() for r in requests]
+
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Stream:
+        """Complete one prompt and give the text as it comes.
+
+        Parameters
+        ----------
+        prompt : str or list of int
+        sampling : SamplingParams, optional
+
+        Returns
+        -------
+        Stream
+            Iterate over it for the pieces; ``.result`` is the Completion at the end. Leaving the loop early, closing
+            or deleting it frees its blocks.
+
+        Raises
+        ------
+        ValueError, TypeError
+            As in `generate`.
+        """
+        return Stream(self._open_engine(), self._request(prompt, sampling, "prompt"))
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling: SamplingParams | None = None,
+        *,
+        enable_thinking: bool | None = None,
+        tools: Sequence[Any] | None = None,
+    ) -> Completion:
+        """Answer a conversation through the checkpoint's chat template.
+
+        Parameters
+        ----------
+        messages : list of mappings
+            ``{"role": "user", "content": "..."}`` and so on.
+        sampling : SamplingParams, optional
+        enable_thinking, tools : optional
+            Passed to the template.
+
+        Raises
+        ------
+        ValueError
+            No tokenizer or chat template, a malformed message, or as in `generate`.
+        """
+        ids = self.chat_prompt(messages, enable_thinking=enable_thinking, tools=tools)
+        return self.generate([ids], sampling)[0]
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        enable_thinking: bool | None = None,
+        tools: Sequence[Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation, for `generate` (several conversations at once) and `stream`."""
+        tokenizer = self._need_tokenizer("chat")
+        text = tokenizer.chat_template.render(messages, enable_thinking=enable_thinking, tools=tools)
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    # -- requests ------------------------------------------------------------------------------------------
+
+    def _request(self, prompt: Prompt, sampling: SamplingParams | None, name: str) -> Request:
+        engine = self._open_engine()
+        if sampling is not None and not isinstance(sampling, SamplingParams):
+            raise TypeError(f"sampling must be SamplingParams, got {type(sampling).__name__}")
+        ids = self._prompt_ids(prompt, name)
+        # The last token that is drawn needs no room in the cache: a sequence ends with it.
+        room = min(self.max_model_len, engine.pool.num_blocks * engine.pool.block_size) - len(ids)
+        params = self.defaults.resolve(
+            sampling or SamplingParams(),
+            vocab_size=self.model.config.vocab_size,
+            room=max(room, 0),
+            fresh_seed=secrets.randbits(63),
+        )
+        if params.stop and self.tokenizer is None:
+            raise ValueError(
+                "stop strings need a tokenizer, and the checkpoint has no tokenizer.json; use stop_token_ids"
+            )
+        if len(ids) + params.max_tokens > self.max_model_len:
+            raise ValueError(
+                f"{name} has {len(ids)} tokens; with max_tokens {params.max_tokens} that exceeds max_model_len "
+                f"{self.max_model_len}; shorten it, lower max_tokens (None: as many as fit), or raise max_model_len"
+            )
+        if blocks_for(len(ids) + params.max_tokens, engine.pool.block_size) > engine.pool.num_blocks:
+            raise ValueError(
+                f"{name} has {len(ids)} tokens; with max_tokens {params.max_tokens} that exceeds the KV pool of "
+                f"{engine.pool.num_blocks} blocks of {engine.pool.block_size} tokens; raise num_blocks or kv_memory"
+            )
+        detokenizer = None if self.tokenizer is None else self.tokenizer.detokenizer()
+        request = Request(engine.next_number(), ids, params, detokenizer)
+        if params.max_tokens == 0:
+            request.finish("length")
+        return request
+
+    def _prompt_ids(self, prompt: Prompt, name: str) -> list[int]:
+        if isinstance(prompt, str):
+            ids = self._need_tokenizer("a text prompt").encode(prompt)
+        else:
+            ids = _token_ids(prompt, name)
+        if not ids:
+            raise ValueError(f"{name} is empty; a model continues at least one token")
+        vocab = self.model.config.vocab_size
+        outside = next((i for i in ids if not 0 <= i < vocab), None)
+        if outside is not None:
+            raise ValueError(f"{name} has token id {outside}, outside the vocabulary 0..{vocab - 1}")
+        return ids
+
+    def _need_tokenizer(self, what: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ValueError(
+                f"{what} needs a tokenizer, and the checkpoint has no tokenizer.json; pass token ids or tokenizer="
+            )
+        return self.tokenizer
+
+    # -- resources -----------------------------------------------------------------------------------------
+
+    @property
+    def num_free_blocks(self) -> int:
+        """KV blocks that no request holds."""
+        return self._open_engine().pool.num_free
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks in the pool."""
+        return self._open_engine().pool.num_blocks
+
+    def _open_engine(self) -> Engine:
+        if self._engine is None:
+            raise RuntimeError("this LLM is closed")
+        return self._engine
+
+    def close(self) -> None:
+        """Free the KV cache and let go of the model; streams still open end with an error."""
+        self._engine = None
+        self.__dict__.pop("model", None)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self._engine is None:
+            return "LLM(closed)"
+        pool = self._engine.pool
+        blocks = f"{pool.num_blocks} blocks of {pool.block_size}"
+        return f"LLM({self.model!r}, max_model_len {self.max_model_len}, {blocks})"
+
+
+class Stream(Iterator[str]):
+    """The pieces of one completion as they come; made by `LLM.stream`.
+
+    Pieces hold whole characters, and joined they are the completion's text. Other requests of the same LLM advance in
+    the same steps. Use it as a context manager, or just leave the loop: `close` runs when it is deleted.
+    """
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self._engine = engine
+        self._request = request
+        if request.finish_reason is None:
+            engine.add([request])
+
+    def __next__(self) -> str:
+        request = self._request
+        try:
+            while not request.pieces and request.finish_reason is None:
+                self._engine.step()
+        except BaseException:
+            self.close()
+            raise
+        if request.pieces:
+            return request.pieces.popleft()
+        raise StopIteration
+
+    @property
+    def finished(self) -> bool:
+        """Every token has been generated (pieces may still wait to be read)."""
+        return self._request.finish_reason is not None
+
+    @property
+    def result(self) -> Completion:
+        """The completion.
+
+        Raises
+        ------
+        RuntimeError
+            The stream is not at its end; read on or close it.
+        """
+        if not self.finished:
+            raise RuntimeError("the stream is not at its end: read all its pieces, or close() it, before result")
+        return self._request.completion()
+
+    def close(self) -> None:
+        """End the request and free its blocks; ``result`` then holds what was generated so far."""
+        self._engine.drop([self._request])
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_request"):  # not set when __init__ failed
+            self.close()
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        raise ValueError(f"LLM: {name} must be a positive integer, got {value!r}")
+
+
+def _as_prompts(prompts: Any) -> list[Prompt]:
+    """One prompt or many, as a list of prompts."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, np.ndarray) and prompts.ndim == 1 and prompts.size:
+        return [prompts.tolist()]
+    if isinstance(prompts, (bytes, dict)) or not hasattr(prompts, "__iter__"):
+        raise TypeError(f"prompts must be a text, token ids, or a list of these, got {type(prompts).__name__}")
+    listed = list(prompts)
+    if listed and all(isinstance(p, (int, np.integer)) and not isinstance(p, bool) for p in listed):
+        return [listed]
+    return listed
+
+
+def _token_ids(prompt: Any, name: str) -> list[int]:
+    if isinstance(prompt, (bytes, dict)) or not hasattr(prompt, "__iter__"):
+        raise TypeError(f"{name} must be a text or token ids, got {type(prompt).__name__}")
+    ids = list(prompt)
+    wrong = next((i for i in ids if isinstance(i, bool) or not isinstance(i, (int, np.integer))), None)
+    if wrong is not None:
+        raise TypeError(f"{name} must hold integer token ids, got {wrong!r}")
+    return [int(i) for i in ids]

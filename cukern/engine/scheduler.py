@@ -1,0 +1,159 @@
+"""Decides on the host which tokens the next step computes.
+
+Prompts first: waiting requests are admitted in order of arrival as soon as their blocks are free, and a step either
+computes pieces of prompts (packed, up to ``max_batched_tokens``) or one token of every running request. When a
+running request needs a block and none is free, the youngest one is pre-empted: its blocks are freed and it is
+computed again later from its tokens. By the numerics contract and counter-based noise the recomputed request
+continues with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cukern.engine.blocks import BlockPool, blocks_for
+from cukern.engine.sequence import Sequence
+
+__all__ = ["Scheduler", "StepPlan"]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The tokens of one step.
+
+    Attributes
+    ----------
+    sequences : list of Sequence
+    counts : list of int
+        Tokens that each computes, from its ``num_computed`` on.
+    is_decode : bool
+        Every count is 1, and each sequence gets a new token.
+    """
+
+    sequences: list[Sequence]
+    counts: list[int]
+    is_decode: bool
+
+    @property
+    def sampled(self) -> list[int]:
+        """Indices of the sequences whose last token is computed, so that a next one is drawn."""
+        return [i for i, (s, n) in enumerate(zip(self.sequences, self.counts)) if n == s.num_pending]
+
+
+class Scheduler:
+    """Queues of requests over one block pool.
+
+    Parameters
+    ----------
+    pool : BlockPool
+    max_num_seqs : int
+        Most requests that run at once.
+    max_batched_tokens : int
+        Most prompt tokens in one step; a longer prompt is computed in several.
+    """
+
+    def __init__(self, pool: BlockPool, max_num_seqs: int, max_batched_tokens: int) -> None:
+        self.pool = pool
+        self.max_num_seqs = max_num_seqs
+        self.max_batched_tokens = max_batched_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._live: dict[int, Sequence] = {}
+        self.num_preempted = 0
+
+    @property
+    def idle(self) -> bool:
+        """No request is waiting or running."""
+        return not self._live
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a request."""
+        self._live[sequence.number] = sequence
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a request, finished or not, and free its blocks; a request forgotten before is left alone."""
+        if self._live.pop(sequence.number, None) is None:
+            return
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        self.pool.release(sequence.blocks)
+
+    def schedule(self) -> StepPlan | None:
+        """Plan the next step and take the blocks that it writes; None when there is nothing to do."""
+        return self._prefill() or self._decode()
+
+    def _prefill(self) -> StepPlan | None:
+        budget = self.max_batched_tokens
+        sequences: list[Sequence] = []
+        counts: list[int] = []
+        for sequence in self.running:  # prompts that an earlier step left unfinished
+            if sequence.num_pending > 1 and budget > 0:
+                sequences.append(sequence)
+                counts.append(min(sequence.num_pending, budget))
+                budget -= counts[-1]
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            sequence = self.waiting[0]
+            # One block a running request stays free, so that admission does not cause a pre-emption at once.
+            need = blocks_for(len(sequence.tokens), self.pool.block_size) + len(self.running)
+            if need > self.pool.num_free or not self.pool.grow(sequence.blocks, len(sequence.tokens)):
+                break
+            self.running.append(sequence)
+            self.waiting.popleft()
+            sequences.append(sequence)
+            counts.append(min(sequence.num_pending, budget))
+            budget -= counts[-1]
+        return StepPlan(sequences, counts, is_decode=False) if sequences else None
+
+    def _decode(self) -> StepPlan | None:
+        ready: list[Sequence] = []
+        for sequence in list(self.running):
+            if sequence not in self.running:  # pre-empted below, for an older one
+                continue
+            while not self.pool.grow(sequence.blocks, len(sequence.tokens)):
+                youngest = self.running[-1]
+                self._preempt(youngest)
+                if youngest is sequence:
+                    break
+            else:
+                ready.append(sequence)
+        return StepPlan(ready, [1] * len(ready), is_decode=True) if ready else None
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.waiting.appendleft(sequence)
+        self.running.remove(sequence)
+        self.pool.release(sequence.blocks)
+        sequence.num_computed = 0
+        self.num_preempted += 1
+
+    def update(self, plan: StepPlan, tokens: list[int], logprobs: list[float | None]) -> None:
+        """Book the results of a step: one token for each of ``plan.sampled``; finished requests give up their
+        blocks."""
+        drawn = iter(zip(tokens, logprobs))
+        sampled = set(plan.sampled)
+        for i, (sequence, count) in enumerate(zip(plan.sequences, plan.counts)):
+            computed = sequence.num_computed + count
+            if i in sampled:
+                sequence.append(*next(drawn))
+            sequence.num_computed = computed  # after the token: an interruption in between only computes it again
+            if sequence.finish_reason is not None:
+                self.remove(sequence)
+
+    def recover(self, dropped: Iterable[Sequence] = ()) -> None:
+        """Restore queues and free list after an interruption anywhere above, and forget the ``dropped`` requests."""
+        for sequence in dropped:
+            self._live.pop(sequence.number, None)
+        live = sorted(self._live.values(), key=lambda s: s.number)
+        for sequence in live:
+            # Blocks are handed out before they are struck off the free list; a request caught before its admission
+            # gives them back.
+            if sequence not in self.running:
+                sequence.blocks.clear()
+                sequence.num_computed = 0
+        self.running = [s for s in self.running if s.number in self._live]
+        self.waiting = deque(s for s in live if s not in self.running)
+        self.pool.rebuild(s.blocks for s in live)
