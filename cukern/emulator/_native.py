@@ -1,0 +1,127 @@
+"""The runtime library as seen from Python: structures of runtime/state.h, loading, and one launch."""
+
+from __future__ import annotations
+
+import ctypes as C
+import functools
+import threading
+
+from . import errors, toolchain
+
+FAULTS: dict[int, type[errors.KernelFault]] = {  # enum FaultKind
+    1: errors.OutOfBounds,
+    2: errors.WriteToReadOnly,
+    3: errors.SharedRace,
+    4: errors.UninitialisedShared,
+    5: errors.BarrierDivergence,
+    6: errors.Deadlock,
+    7: errors.Misaligned,
+    8: errors.WrongMask,
+    9: errors.StackOverflow,
+    10: errors.Timeout,
+    11: errors.ArithmeticFault,
+    12: errors.DeviceAssert,
+    13: errors.KernelFault,
+}
+
+
+class Range(C.Structure):
+    """Memory that a kernel may use."""
+
+    _fields_ = (("lo", C.c_uint64), ("hi", C.c_uint64), ("read_only", C.c_int32), ("argument", C.c_int32))
+
+
+class Fault(C.Structure):
+    """The first fault of a launch."""
+
+    _fields_ = (
+        ("kind", C.c_int32),
+        ("line", C.c_int32),
+        ("write", C.c_int32),
+        ("bytes", C.c_int32),
+        ("argument", C.c_int32),
+        ("has_block", C.c_int32),
+        ("has_thread", C.c_int32),
+        ("block", C.c_uint32 * 3),
+        ("thread", C.c_uint32 * 3),
+        ("pc", C.c_uint64),
+        ("address", C.c_uint64),
+        ("file", C.c_char * 256),
+        ("text", C.c_char * 1024),
+    )
+
+
+class Launch(C.Structure):
+    """One launch: what to run, how, and what came of it."""
+
+    _fields_ = (
+        ("thunk", C.c_void_p),
+        ("args", C.c_void_p),
+        ("tls_anchor", C.c_void_p),
+        ("grid", C.c_uint32 * 3),
+        ("block", C.c_uint32 * 3),
+        ("dynamic_bytes", C.c_uint64),
+        ("dynamic_align", C.c_uint64),
+        ("cooperative", C.c_int32),
+        ("check", C.c_int32),
+        ("order", C.c_int32),
+        ("workers", C.c_int32),
+        ("seed", C.c_uint64),
+        ("timeout", C.c_double),
+        ("ranges", C.POINTER(Range)),
+        ("range_count", C.c_int32),
+        ("reserved", C.c_int32),
+        ("fault", Fault),
+        ("print_buffer", C.c_void_p),
+        ("print_capacity", C.c_uint64),
+        ("print_used", C.c_uint64),
+        ("print_lost", C.c_uint64),
+        ("switches", C.c_uint64),
+        ("collectives", C.c_uint64),
+        ("static_bytes", C.c_uint64),
+        ("state", C.c_void_p),
+    )
+
+
+class ParamInfo(C.Structure):
+    """One kernel parameter as the compiler saw it (struct ParamInfo of include/emu/launch.h)."""
+
+    _fields_ = (
+        ("kind", C.c_char),
+        ("pointee", C.c_char),
+        ("is_const", C.c_uint8),
+        ("size", C.c_uint32),
+        ("pointee_size", C.c_uint32),
+    )
+
+
+_one_at_a_time = threading.Lock()  # the runtime holds the process's signal handlers during a launch
+
+
+@functools.cache
+def _load(path: str) -> C.CDLL:
+    library = C.CDLL(path, mode=C.RTLD_GLOBAL)  # kernels find its functions by name
+    library.emu_start.argtypes = [C.POINTER(Launch)]
+    library.emu_start.restype = None
+    library.emu_wait.argtypes = [C.POINTER(Launch), C.c_double, C.c_int]
+    return library
+
+
+def runtime() -> C.CDLL:
+    """The runtime library, built on first use."""
+    return _load(str(toolchain.build_runtime()))
+
+
+def launch(record: Launch) -> None:
+    """Run a launch to its end; Ctrl-C stops it."""
+    library = runtime()
+    with _one_at_a_time:
+        pointer = C.byref(record)
+        library.emu_start(pointer)
+        try:
+            while not library.emu_wait(pointer, 0.2, 0):
+                pass
+        except BaseException:
+            while not library.emu_wait(pointer, 0.2, 1):
+                pass
+            raise

@@ -1,0 +1,223 @@
+"""The C++ compiler: which, with what options, and a cache of what it built."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import BuildError, ToolchainError
+
+HERE = Path(__file__).resolve().parent
+INCLUDE = HERE / "include"
+RUNTIME = HERE / "runtime"
+# part of every cache key; raise it when options or file formats change meaning
+SCHEMA = "1"
+
+_BASE = (
+    "-std=c++17",
+    "-march=native",
+    "-fPIC",
+    "-pthread",
+    "-fno-strict-aliasing",  # CUDA code reads one type through a pointer to another
+    "-fwrapv",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=off",  # the text decides what is fused: the same bits from every compiler
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-fvisibility=hidden",
+)
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A C++17 compiler: its command, whether it is GCC, and what identifies its output."""
+
+    command: tuple[str, ...]
+    gcc: bool
+    zig: bool
+    identity: str
+
+    @property
+    def name(self) -> str:
+        return " ".join(self.command)
+
+
+def _candidates() -> Iterable[tuple[str, ...]]:
+    for name in ("g++", "clang++"):
+        if shutil.which(name):
+            yield (name,)
+    if importlib.util.find_spec("ziglang") is not None:
+        yield (sys.executable, "-m", "ziglang", "c++")
+
+
+def _cpu() -> str:
+    """What -march=native depends on."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as f:
+            return next((line for line in f if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        return ""
+
+
+def environment() -> dict[str, str]:
+    """Environment for the compiler: English messages, and a cache folder for zig where HOME cannot be written."""
+    env = dict(os.environ, LC_ALL="C.UTF-8", LANGUAGE="C")
+    if "ZIG_GLOBAL_CACHE_DIR" not in env:
+        env["ZIG_GLOBAL_CACHE_DIR"] = str(cache_dir() / "zig")
+    return env
+
+
+@functools.cache
+def _probe(command: tuple[str, ...]) -> Compiler:
+    try:
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, env=environment(), timeout=120)
+    except (OSError, subprocess.TimeoutExpired) as e:
+        raise ToolchainError(f"the C++ compiler {shlex.join(command)!r} does not run: {e}") from None
+    text = (done.stdout + done.stderr).strip()
+    if done.returncode or not text:
+        raise ToolchainError(f"the C++ compiler {shlex.join(command)!r} does not run: {text[:500] or done.returncode}")
+    zig = "ziglang" in command or Path(command[0]).name == "zig"
+    return Compiler(command, "clang" not in text.lower(), zig, text.splitlines()[0] + "|" + _cpu())
+
+
+def find_compiler() -> Compiler:
+    """``CUKERN_CXX`` (may hold options), else g++, clang++, the ziglang wheel.
+
+    Raises
+    ------
+    ToolchainError
+        If there is none, or it does not run.
+    """
+    chosen = os.environ.get("CUKERN_CXX", "").strip()
+    if chosen:
+        return _probe(tuple(shlex.split(chosen)))
+    for command in _candidates():
+        return _probe(command)
+    raise ToolchainError(
+        "emulation needs a C++17 compiler and found none: install g++ (apt install g++) or clang++, "
+        "or the wheel (pip install 'cukern[emulator]'), or set CUKERN_CXX"
+    )
+
+
+@functools.cache
+def _usable(folder: str) -> bool:
+    try:
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return True
+    except OSError:
+        return False
+
+
+@functools.cache
+def _private_folder() -> str:
+    return tempfile.mkdtemp(prefix="cukern-emulator-")
+
+
+def cache_dir() -> Path:
+    """``$CUKERN_CACHE_DIR/emulator``, else the platform's cache folder; a folder of this process if neither is writeable."""
+    base = os.environ.get("CUKERN_CACHE_DIR", "").strip()
+    if not base:
+        import platformdirs
+
+        base = platformdirs.user_cache_dir("cukern", appauthor=False)
+    path = Path(base).expanduser() / "emulator"
+    return path if _usable(str(path)) else Path(_private_folder())
+
+
+@functools.cache
+def _headers() -> bytes:
+    digest = hashlib.sha256()
+    for folder in (INCLUDE, RUNTIME):
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                digest.update(path.relative_to(HERE).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.digest()
+
+
+def key(*parts: object) -> str:
+    """Cache key of a product of the present compiler and headers."""
+    compiler = find_compiler()
+    fields = (SCHEMA, compiler.command, compiler.identity, _BASE, _headers(), *parts)
+    return hashlib.sha256(repr(fields).encode()).hexdigest()[:40]
+
+
+def run(arguments: Sequence[str | Path]) -> None:
+    """Run the compiler; :class:`BuildError` with its output if it fails."""
+    command = [*find_compiler().command, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, env=environment())
+    if done.returncode:
+        log = (done.stderr + done.stdout).decode(errors="replace")
+        raise BuildError(f"{shlex.join(command)} failed:\n{log}", log)
+
+
+def cached(name: str, build: Callable[[Path, Path], None]) -> Path:
+    """The file `name` of the cache; where it is missing, ``build(scratch folder, output)`` makes it.
+
+    The file appears in one step, so that two processes cannot see each other's half; a lock keeps the second one from
+    compiling the same text again.
+    """
+    folder = cache_dir()
+    target = folder / name
+    if target.exists():
+        return target
+    from filelock import FileLock
+
+    with FileLock(folder / (name + ".lock")):
+        if not target.exists():
+            with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as scratch:
+                product = Path(scratch) / "product.so"
+                build(Path(scratch), product)
+                os.replace(product, target)
+    return target
+
+
+def build_runtime() -> Path:
+    """Shared object of the runtime library."""
+
+    def build(_: Path, out: Path) -> None:
+        options = [*_BASE, "-O3", "-g1", "-w", f"-I{INCLUDE}", "-shared"]
+        run([*options, "-o", out, RUNTIME / "runtime.cpp"])
+
+    return cached(f"runtime-{key('runtime')}.so", build)
+
+
+def build_kernel(text: str, *, check: bool, debug: bool) -> Path:
+    """Shared object of one kernel: its prepared text, plain, in check mode, or for a debugger."""
+
+    def build(scratch: Path, out: Path) -> None:
+        compiler = find_compiler()
+        source = scratch / "kernel.cpp"
+        source.write_text(text, encoding="utf-8")
+        options = [*_BASE, "-w", f"-I{INCLUDE}", "-include", "cukern_emu.h", "-D__CUDA_ARCH__=800", "-D__CUDACC__=1"]
+        if compiler.gcc:
+            options.append("-fno-gnu-unique")  # else two modules share the thread-local variables of equal templates
+        options += ["-O0", "-g"] if debug else ["-O1" if check else "-O2", "-g1"]
+        if check:
+            options += ["-fsanitize=thread", "-fsanitize=alignment,bounds,shift,integer-divide-by-zero,return,unreachable"]
+            if compiler.gcc:
+                options += ["--param", "tsan-instrument-func-entry-exit=0"]
+            else:
+                options += ["-fno-sanitize-trap=all", "-mllvm", "-tsan-instrument-func-entry-exit=0"]
+            if not debug:
+                options.append("-ftrivial-auto-var-init=pattern")
+        else:
+            options += ["-fno-sanitize=all"] if not compiler.gcc else []
+        compiled = scratch / "kernel.o"
+        run([*options, "-c", "-o", compiled, source])
+        # no sanitizer library: the runtime library defines the hooks
+        run(["-shared", "-o", out, compiled])
+
+    return cached(f"kernel-{key(text, check, debug)}.so", build)
