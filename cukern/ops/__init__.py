@@ -5,15 +5,17 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-# operator -> module; a new operator adds a line here, in cukern/reference/__init__.py and in docs/operators.md
-_EXPORTS = {
-    "embedding": "embedding",
-    "rms_norm": "rms_norm",
-    "rope": "rope",
-    "rope_table": "rope",
-    "qk_norm_rope_cache": "qk_norm_rope_cache",
-    "kv_cache_write": "kv_cache_write",
-    "swiglu": "swiglu",
+# Eager: an operator has the name of its module, and importing a submodule later would rebind the name to the module.
+# A new operator adds a line here, in cukern/reference/__init__.py and in docs/operators.md.
+from cukern.ops.embedding import embedding
+from cukern.ops.kv_cache_write import kv_cache_write
+from cukern.ops.qk_norm_rope_cache import qk_norm_rope_cache
+from cukern.ops.rms_norm import rms_norm
+from cukern.ops.rope import rope, rope_table
+from cukern.ops.swiglu import swiglu
+
+# operators that move to the imports above as their modules land
+_PENDING = {
     "softmax": "softmax",
     "log_softmax": "softmax",
     "token_logprobs": "softmax",
@@ -25,14 +27,10 @@ _EXPORTS = {
     "top_logprobs": "sampling",
 }
 
-__all__ = list(_EXPORTS)
+__all__ = ["embedding", "kv_cache_write", "qk_norm_rope_cache", "rms_norm", "rope", "rope_table", "swiglu"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(importlib.import_module(f"cukern.ops.{_EXPORTS[name]}"), name)
+    if name in _PENDING:
+        return getattr(importlib.import_module(f"cukern.ops.{_PENDING[name]}"), name)
     raise AttributeError(f"module 'cukern.ops' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

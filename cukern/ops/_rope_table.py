@@ -33,9 +33,7 @@ _KEYS = {
 }
 
 
-def rope_table(
-    head_dim: int, max_positions: int, theta: float, scaling: Mapping[str, Any] | None = None
-) -> np.ndarray:
+def rope_table(head_dim: int, max_positions: int, theta: float, scaling: Mapping[str, Any] | None = None) -> np.ndarray:
     """Table of cosines and sines for positions 0 to ``max_positions - 1``.
 
     Parameters
@@ -113,9 +111,7 @@ def _number(scaling: Mapping[str, Any], name: str, default: float | None = None)
     return float(value)
 
 
-def _yarn(
-    frequencies: np.ndarray, head_dim: int, theta: float, scaling: Mapping[str, Any]
-) -> tuple[np.ndarray, float]:
+def _yarn(frequencies: np.ndarray, head_dim: int, theta: float, scaling: Mapping[str, Any]) -> tuple[np.ndarray, float]:
     """YaRN: pairs that turn often within the trained context keep their frequency, slow ones are divided by factor."""
     factor = _number(scaling, "factor")
     context = _number(scaling, "original_max_position_embeddings")

@@ -16,3 +16,17 @@ __device__ __forceinline__ uint4 load_streaming(const void *p PTX_SITE) {
   return v;
 #endif
 }
+
+// The same for data that this thread alone reads and may overwrite later (an operator called in place).
+__device__ __forceinline__ uint4 load_once(const void *p PTX_SITE) {
+#ifdef CUKERN_EMU
+  emu_access(p, 16, 0, 16, "load_once", PTX_HERE);
+  return *static_cast<const uint4 *>(p);
+#else
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+#endif
+}

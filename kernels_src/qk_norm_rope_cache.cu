@@ -1,0 +1,92 @@
+// Between the QKV projection and attention, one pass over the packed heads of each token:
+//   q, k heads   rotate(head / sqrt(mean(head^2) + eps) * weight) at the token's position; fp32, one rounding
+//   v heads      unchanged
+// q goes to out, k and v to the token's slot of the paged cache.
+//
+// Layouts   qkv [tokens, Hq + 2 Hkv, D]; q_weight, k_weight fp32 [D]; positions [tokens]; table fp32 [length, D] (D/2
+//           cosines, D/2 sines); caches [blocks, Hkv, block_size, D]; slots int64 [tokens]; out [tokens, Hq, D]
+// Bound     memory: qkv read once, q, k, v written once; weights and table rows come from the caches
+// Launch    grid.x = tokens * blocks_per_token; `lanes` (1, 2, 4, 8 or 16: D/16 rounded up) threads a head, so that a
+//           warp holds 32 / lanes heads and every access is 16 bytes
+// Template  T storage type; Position int or i64. D any multiple of 16 to 256
+// Measured: see docs/performance.md
+//
+// Order of the sum of squares, a function of D alone: lane i owns elements 8i to 8i+7 and their rotation partners, D/2
+// further on, summed in that order by fma; then a butterfly over the lanes of the head, widest step first.
+// A negative slot (or one past the cache) skips the writes of k and v. A position outside the table makes q and k NaN.
+#include "common/paged.cuh"
+#include "common/rope.cuh"
+#include "common/rows.cuh"
+
+constexpr int WIDTH = 8;
+
+template <class T, class Position>
+__global__ void __launch_bounds__(256)
+    qk_norm_rope_cache(const T *qkv, const float *q_weight, const float *k_weight, const Position *positions,
+                       const float *table, T *k_cache, T *v_cache, const i64 *slots, T *out, int num_heads,
+                       int num_kv_heads, int dim, int lanes, int blocks_per_token, i64 length, int block_size,
+                       i64 num_slots, float eps) {
+  const int heads = num_heads + 2 * num_kv_heads, half = dim / 2;
+  const i64 token = blockIdx.x / (u32)blocks_per_token;
+  const int part = blockIdx.x % (u32)blocks_per_token;
+  const int head = part * ((int)blockDim.x / lanes) + (int)threadIdx.x / lanes;
+  const int element = (int)threadIdx.x % lanes * WIDTH;
+  // Threads without work stay for the shuffles of their warp.
+  const bool active = head < heads && element < half;
+  const bool is_query = head < num_heads, is_value = head >= num_heads + num_kv_heads;
+
+  Vec<T, WIDTH> first = {}, second = {};
+  if (active) {
+    const T *source = qkv + (token * heads + head) * dim + element;
+    first = load_vec_once<T, WIDTH>(source);
+    second = load_vec_once<T, WIDTH>(source + half);
+  }
+  const i64 slot = slots[token];
+  i64 row;
+  const bool inside = table_row(positions[token], length, row);
+
+  float a[WIDTH], b[WIDTH], sum = 0.f;
+#pragma unroll
+  for (int j = 0; j < WIDTH; ++j) {
+    a[j] = to_float(first.v[j]);
+    sum = fmaf(a[j], a[j], sum);
+  }
+#pragma unroll
+  for (int j = 0; j < WIDTH; ++j) {
+    b[j] = to_float(second.v[j]);
+    sum = fmaf(b[j], b[j], sum);
+  }
+  for (int step = lanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+  if (!active) return;
+
+  if (!is_value) {
+    const float scale = __fdiv_rn(1.f, __fsqrt_rn(__fdiv_rn(sum, (float)dim) + eps));
+    const float *weight = (is_query ? q_weight : k_weight) + element;
+    float x[WIDTH], y[WIDTH];
+    load_floats(x, weight);
+    load_floats(y, weight + half);
+#pragma unroll
+    for (int j = 0; j < WIDTH; ++j) {
+      a[j] = a[j] * scale * x[j];
+      b[j] = b[j] * scale * y[j];
+    }
+    load_floats(x, table + row * dim + element);
+    load_floats(y, table + row * dim + half + element);
+#pragma unroll
+    for (int j = 0; j < WIDTH; ++j) {
+      rotate_pair(a[j], b[j], x[j], y[j]);
+      first.v[j] = from_float<T>(inside ? a[j] : CUKERN_NAN);
+      second.v[j] = from_float<T>(inside ? b[j] : CUKERN_NAN);
+    }
+  }
+  T *target;
+  if (is_query) {
+    target = out + (token * num_heads + head) * dim;
+  } else {
+    if (slot < 0 || slot >= num_slots) return;
+    const int kv_head = is_value ? head - num_heads - num_kv_heads : head - num_heads;
+    target = (is_value ? v_cache : k_cache) + slot_offset(slot, kv_head, num_kv_heads, block_size, dim);
+  }
+  store_vec<T, WIDTH>(target + element, first);
+  store_vec<T, WIDTH>(target + element + half, second);
+}
