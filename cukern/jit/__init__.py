@@ -12,23 +12,30 @@ from .cache import CacheInfo
 from .devices import DeviceInfo
 from .devices import current as device
 from .errors import CacheMissError, CompileError, CudaUnavailableError, DriverError
-from .kernels import Kernel, disassemble, kernel, reload
+from .kernels import Kernel
+from .machine import Info, info
+from .registry import Built, KernelSpec, compile_all, kernel, reload, variants
 from .resources import Resources
 from .source import kernels_src
 
 __all__ = [
     "ARCHITECTURES",
+    "Built",
     "CacheInfo",
     "CacheMissError",
     "CompileError",
     "CudaUnavailableError",
     "DeviceInfo",
     "DriverError",
+    "Info",
     "Kernel",
+    "KernelSpec",
     "Resources",
+    "compile_all",
     "device",
-    "disassemble",
+    "info",
     "kernel",
     "kernels_src",
     "reload",
+    "variants",
 ]

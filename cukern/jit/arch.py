@@ -28,6 +28,16 @@ class Target:
         """90 for sm_90a."""
         return int(re.sub(r"\D", "", self.name))
 
+    def runs_on(self, capability: tuple[int, int]) -> bool:
+        """Machine code runs on its own generation from its minor version up, with an "a" on that version only; PTX on
+        all later ones."""
+        here = capability[0] * 10 + capability[1]
+        if self.name.endswith("a"):
+            return self.number == here
+        if self.is_ptx:
+            return self.number <= here
+        return self.number // 10 == here // 10 and self.number <= here
+
 
 def parse(arch: str | int, supported: Sequence[int] | None = None) -> Target:
     """Read an architecture as a user writes it: "sm_90a", "90a", 80, "compute_90".
@@ -51,8 +61,9 @@ def for_capability(
 ) -> Target:
     """The target for a card of a given compute capability.
 
-    The exact one where NVRTC knows it ("a" variants from 9.0 on, for wgmma and tcgen05). A card that NVRTC does not know runs
-    machine code of a lower minor version of its generation (before 9.0), else the newest PTX that NVRTC can write.
+    The exact one where NVRTC knows it ("a" variants from 9.0 on, for wgmma and tcgen05). A card that NVRTC does not
+    know runs machine code of a lower minor version of its generation (before 9.0), else the newest PTX that NVRTC
+    can write.
 
     Raises
     ------

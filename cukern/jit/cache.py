@@ -1,9 +1,9 @@
 """The disk cache of compiled kernels: ``<cache folder>/sm_90a/<key>``, one file an entry.
 
-An entry is a line of magic with the SHA-256 of the rest, a line of JSON facts, and the binary. It is written to a temporary,
-synced and renamed, so a reader sees all of it or nothing; a per-key lock makes processes that start together compile once. A
-file that does not match its digest is set aside under ``corrupt/`` and rebuilt. Where the folder cannot be written, kernels
-are kept in memory after one warning.
+An entry is a line of magic with the SHA-256 of the rest, a line of JSON facts, and the binary. It is written to a
+temporary, synced and renamed, so a reader sees all of it or nothing; a per-key lock makes processes that start
+together compile once. A file that does not match its digest is set aside under ``corrupt/`` and rebuilt. Where the
+folder cannot be written, kernels are kept in memory after one warning.
 """
 
 from __future__ import annotations

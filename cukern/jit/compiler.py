@@ -14,7 +14,8 @@ from .errors import compile_error, hint_for
 from .signature import kernel_names
 from .source import Source
 
-# Constant for every kernel: IEEE division, square root and subnormals (NVRTC's defaults); specialisation is in the text.
+# Constant for every kernel: IEEE division, square root and subnormals (NVRTC's defaults); specialisation is in the
+# text.
 _OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
 
 
@@ -34,8 +35,8 @@ class Usage:
 class Compiled:
     """A compiled program.
 
-    ``names`` maps each name expression to its mangled name; ``usage``, ``layout`` ((offset, size, PTX type) of each parameter) and
-    ``max_threads`` (from ``__launch_bounds__``, 0 if not given) are keyed by mangled name.
+    ``names`` maps each name expression to its mangled name; ``usage``, ``layout`` ((offset, size, PTX type) of each
+    parameter) and ``max_threads`` (from ``__launch_bounds__``, 0 if not given) are keyed by mangled name.
     """
 
     binary: bytes
@@ -107,7 +108,7 @@ def compile_source(source: Source, names: Sequence[str], target: Target, *, ptx:
             ) from None
         log = module.getProgramLog(program).strip("\0").strip()
         mangled = {name: module.getLoweredName(program, name) for name in names}
-        text = toolchain._bytes(module.getPTX(program)).rstrip(b"\0")
+        text = toolchain.as_bytes(module.getPTX(program)).rstrip(b"\0")
         # CuPy's getCUBIN drops the last byte of the ELF file, which is a zero
         binary = text + b"\0" if target.is_ptx or ptx else module.getCUBIN(program) + b"\0"
     finally:
@@ -141,15 +142,8 @@ def parse_usage(log: str) -> dict[str, Usage]:
     out: dict[str, Usage] = {}
     parts = _ENTRY_LINE.split(log)
     for name, text in zip(parts[1::2], parts[2::2]):
-        # a called device function has its own "Function properties"; only the kernel's own come first
-        values = {key: int(m[1]) for key, pattern in _NUMBERS if (m := pattern.search(text))}
-        for key in ("stack", "spill_stores", "spill_loads"):
-            pattern = dict(_NUMBERS)[key]
-            values[key] = (
-                sum(int(n) for n in pattern.findall(text))
-                if key != "stack"
-                else max((int(n) for n in pattern.findall(text)), default=0)
-            )
+        # a device function that is called, not inlined, has numbers of its own in the kernel's part: the worst counts
+        values = {key: max((int(n) for n in pattern.findall(text)), default=0) for key, pattern in _NUMBERS}
         out[name] = Usage(**values)
     return out
 

@@ -63,7 +63,7 @@ def cupy() -> Any:
     try:
         import cupy as module
     except ImportError as error:
-        raise CudaUnavailableError(toolchain._no_cupy(error)) from error
+        raise CudaUnavailableError(toolchain.no_cupy(error)) from error
     return module
 
 
@@ -91,11 +91,17 @@ def describe(device: int) -> DeviceInfo:
     return DeviceInfo(arch=target.name, **facts)
 
 
+@functools.cache
+def _device_count() -> int:
+    """GPUs that the driver lists; raises where there is no driver."""
+    cupy()
+    return driver.get().device_count()
+
+
 def gpu_present() -> bool:
     """Whether a GPU can be used. Makes no context."""
     try:
-        cupy()
-        return driver.get().device_count() > 0
+        return _device_count() > 0
     except (CudaUnavailableError, DriverError):
         return False
 
@@ -105,3 +111,32 @@ def current() -> DeviceInfo:
     if emulation_active() or not gpu_present():
         return VIRTUAL
     return describe(current_id())
+
+
+def use(device: int) -> Any:
+    """A context manager that makes a device current."""
+    return cupy().cuda.Device(device)
+
+
+def as_cupy(value: Any) -> Any:
+    """A foreign device array as a CuPy one without a copy, or None if `value` is no such thing."""
+    cp = cupy()
+    if isinstance(value, cp.ndarray):
+        return value
+    if hasattr(value, "__cuda_array_interface__"):
+        return cp.asarray(value)
+    if hasattr(value, "__dlpack__"):
+        return cp.from_dlpack(value)
+    return None
+
+
+def stream_pointer(stream: Any) -> int:
+    """The handle of a stream: None for CuPy's current one, a CuPy or torch stream, or a handle as int."""
+    if stream is None:
+        return int(cupy().cuda.get_current_stream().ptr)
+    if isinstance(stream, int):
+        return stream
+    pointer = getattr(stream, "ptr", getattr(stream, "cuda_stream", None))
+    if pointer is None:
+        raise TypeError(f"stream: expected a cupy.cuda.Stream or a handle as int, got a {type(stream).__name__}")
+    return int(pointer)

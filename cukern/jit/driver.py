@@ -1,13 +1,15 @@
 """The CUDA driver, called directly: modules, function attributes, occupancy and cuLaunchKernelEx.
 
-CuPy's own launch costs about 8 us of host time and cannot carry launch attributes (clusters, programmatic dependent launch), so
-kernels are launched from a parameter block prepared once. CuPy still owns the context, the streams and the memory.
+CuPy's own launch costs about 8 us of host time and cannot carry launch attributes (clusters, programmatic dependent
+launch), so kernels are launched from a parameter block prepared once. CuPy still owns the context, the streams and
+the memory.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from typing import Any
 
 from .errors import CudaUnavailableError, DriverError
@@ -31,8 +33,8 @@ COOPERATIVE = 2
 CLUSTER_DIMENSION = 4
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
 # CUresult
+NOT_INITIALIZED = 3
 INVALID_CONTEXT = 201
-NO_DEVICE = 100
 
 _LIBRARIES = ("libcuda.so.1", "libcuda.so", "nvcuda.dll")
 
@@ -42,6 +44,8 @@ class Driver:
 
     def __init__(self, library: Any) -> None:
         self._library = library
+        self._process = os.getpid()
+        self._contexts: dict[int, ctypes.c_void_p] = {}
         self.launch_raw = library.cuLaunchKernelEx
         self.launch_raw.argtypes = [ctypes.c_void_p] * 4
         self.launch_raw.restype = ctypes.c_int
@@ -58,6 +62,8 @@ class Driver:
         self._library.cuGetErrorName(code, ctypes.byref(name))
         self._library.cuGetErrorString(code, ctypes.byref(text))
         detail = f"{(name.value or b'unknown error').decode()} ({(text.value or b'').decode()})"
+        if code == NOT_INITIALIZED and os.getpid() != self._process:
+            detail += "; CUDA was in use before this process was forked: start workers with the 'spawn' method"
         raise DriverError(f"{what} failed: {detail}", code)
 
     def load(self, image: bytes) -> int:
@@ -138,8 +144,11 @@ class Driver:
 
     def ensure_context(self, device: int) -> None:
         """Make the device's primary context current on this thread (a thread that has not used CUDA yet has none)."""
-        context = ctypes.c_void_p()
-        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        context = self._contexts.get(device)
+        if context is None:
+            context = ctypes.c_void_p()
+            self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+            self._contexts[device] = context
         self.call("cuCtxSetCurrent", context)
 
 
@@ -166,5 +175,5 @@ def get() -> Driver:
             raise CudaUnavailableError(f"the NVIDIA driver does not start: {error}") from error
         return driver
     raise CudaUnavailableError(
-        "no NVIDIA driver on this machine (libcuda.so.1 is not found): install it, and in a container start with --gpus all"
+        "no NVIDIA driver on this machine (libcuda.so.1 is not found): install it; a container needs --gpus all"
     )

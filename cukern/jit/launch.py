@@ -1,12 +1,13 @@
 """From Python arguments to one cuLaunchKernelEx call.
 
-A kernel's argument conversion is written out as Python code once (as dataclasses do), so a launch is: check each argument's type,
-one ``struct.pack_into``, one call through ctypes. A few microseconds in all.
+A kernel's argument conversion is written out as Python code once (as dataclasses do), so a launch is: check each
+argument's type, one ``struct.pack_into``, one call through ctypes. A few microseconds in all.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from . import driver
-from .signature import Parameter
+from .signature import Parameter, Signature
 
 # NumPy dtype name -> struct format; bfloat16 and float8 go by their bits
 _FORMATS = {
@@ -44,7 +45,6 @@ _PTX_SCALARS = {
     "f32": "float32",
     "f64": "float64",
 }
-_WORDS = {None: "None", bool: "a bool", int: "an int", float: "a float"}
 
 
 class HostArray(Exception):
@@ -93,7 +93,8 @@ class Arguments:
         p = self.parameters[i]
         tail = f" ({note})" if note else ""
         return TypeError(
-            f"kernel {self.kernel!r}, parameter {p.name!r} ({p.c_type}): expected {expected}, got {describe_value(value)}{tail}"
+            f"kernel {self.kernel!r}, parameter {p.name!r} ({p.c_type}): expected {expected}, "
+            f"got {describe_value(value)}{tail}"
         )
 
     def wrong_count(self, given: int) -> TypeError:
@@ -107,8 +108,9 @@ class Arguments:
             raise self.wrong(i, f"a {dtype} array", array)
         if not array.flags.c_contiguous:
             raise ValueError(
-                f"kernel {self.kernel!r}, parameter {self.parameters[i].name!r}: the array is not contiguous (shape {array.shape}, "
-                f"strides {array.strides}) and a kernel sees only its first address; pass cupy.ascontiguousarray(...) of it"
+                f"kernel {self.kernel!r}, parameter {self.parameters[i].name!r}: the array is not contiguous "
+                f"(shape {array.shape}, strides {array.strides}) and a kernel sees only its first address; "
+                "pass cupy.ascontiguousarray(...) of it"
             )
 
     def scalar(self, i: int, value: Any) -> Any:
@@ -185,7 +187,7 @@ class Arguments:
         return tuple(out)
 
 
-def parameters_from_layout(layout: Sequence[tuple[int, int, str]], pointers: bool = True) -> list[Parameter]:
+def parameters_from_layout(layout: Sequence[tuple[int, int, str]]) -> list[Parameter]:
     """Parameters where the source was not understood: by the compiler's sizes alone.
 
     Eight bytes may be a pointer or a number, so such a parameter is opaque: an array, None, or eight bytes by value.
@@ -201,8 +203,22 @@ def parameters_from_layout(layout: Sequence[tuple[int, int, str]], pointers: boo
     ]
 
 
+def checked_arguments(name: str, signature: Signature, layout: Sequence[tuple[int, int, str]]) -> Arguments:
+    """The source's parameter types where they agree with the compiler's sizes, else the compiler's sizes alone."""
+    parameters = signature.parameters
+    if parameters is not None and len(parameters) == len(layout):
+        dtypes = Arguments(name, parameters)
+        sizes = [
+            8 if p.kind == "pointer" else d.itemsize if d is not None else size
+            for p, d, (_, size, _) in zip(parameters, dtypes.dtypes, layout)
+        ]
+        if sizes == [size for _, size, _ in layout]:
+            return dtypes
+    return Arguments(name, parameters_from_layout(layout))
+
+
 def compile_packer(
-    arguments: Arguments, layout: Sequence[tuple[int, int, str]], ndarray: type, as_array: Callable[[Any], Any]
+    arguments: Arguments, layout: Sequence[tuple[int, int, str]], ndarray: Any, as_array: Callable[[Any], Any]
 ) -> Callable[[Sequence[Any], Any], int]:
     """Write out the conversion of one kernel's arguments.
 
@@ -219,7 +235,8 @@ def compile_packer(
     Returns
     -------
     callable
-        ``pack(args, buffer) -> device``: fills the parameter block, returns the device of the arrays, -1 if there are none.
+        ``pack(args, buffer) -> device``: fills the parameter block, returns the device of the arrays, -1 if there
+        are none.
     """
     formats, end, values = "=", 0, []
     lines = []
@@ -292,8 +309,8 @@ def compile_packer(
 
     def mixed(i: int, first: int, second: int) -> None:
         raise ValueError(
-            f"kernel {arguments.kernel!r}, parameter {arguments.parameters[i].name!r}: the array is on device {second}, "
-            f"an earlier one on device {first}; all must be on one device"
+            f"kernel {arguments.kernel!r}, parameter {arguments.parameters[i].name!r}: the array is on device "
+            f"{second}, an earlier one on device {first}; all must be on one device"
         )
 
     def explain(values: tuple[Any, ...]) -> None:
@@ -319,34 +336,31 @@ def compile_packer(
     return pack
 
 
-_CONFIG = struct.Struct("=7I4xQ")  # grid, block, dynamic shared memory, stream: the head of CUlaunchConfig
-_CONFIG_BYTES, _ATTRIBUTE_BYTES = 56, 72
+# CUlaunchConfig: grid, block, dynamic shared memory, stream, attributes, number of attributes
+_CONFIG = struct.Struct("=7I4xQQI4x")
+_ATTRIBUTE_BYTES = 72
 
 
 class Slot:
-    """The memory of one launch: parameter block, pointers into it, CUlaunchConfig and its attributes.
+    """The memory of one launch: parameter block, pointers into it, CUlaunchConfig.
 
     A slot is taken from a pool for the time of a launch, so that threads do not write into each other's.
     """
 
-    __slots__ = ("_attributes", "_pointers", "config", "config_address", "params", "pointers_address")
+    __slots__ = ("_config", "_pointers", "config_address", "configure", "params", "pointers_address")
 
-    def __init__(self, layout: Sequence[tuple[int, int, str]], attributes: Sequence[bytes]) -> None:
+    def __init__(self, layout: Sequence[tuple[int, int, str]]) -> None:
         size = max((offset + size for offset, size, _ in layout), default=0)
         # 64-byte aligned, which a tensor map wants
         raw = ctypes.create_string_buffer(size + 64)
-        shift = -ctypes.addressof(raw) % 64
-        self.params = (ctypes.c_char * max(size, 1)).from_buffer(raw, shift)
+        self.params = (ctypes.c_char * max(size, 1)).from_buffer(raw, -ctypes.addressof(raw) % 64)
         base = ctypes.addressof(self.params)
         self._pointers = (ctypes.c_void_p * max(len(layout), 1))(*(base + offset for offset, _, _ in layout))
         self.pointers_address = ctypes.addressof(self._pointers)
-        self.config = ctypes.create_string_buffer(_CONFIG_BYTES)
-        self.config_address = ctypes.addressof(self.config)
-        self._attributes = ctypes.create_string_buffer(b"".join(attributes), max(len(attributes), 1) * _ATTRIBUTE_BYTES)
-        struct.pack_into("=QI", self.config, 40, ctypes.addressof(self._attributes), len(attributes))
-
-    def configure(self, grid: tuple[int, int, int], block: tuple[int, int, int], shared_mem: int, stream: int) -> None:
-        _CONFIG.pack_into(self.config, 0, *grid, *block, shared_mem, stream)
+        self._config = ctypes.create_string_buffer(_CONFIG.size)
+        self.config_address = ctypes.addressof(self._config)
+        #: configure(grid x, y, z, block x, y, z, shared_mem, stream, attributes' address, their number)
+        self.configure: Callable[..., None] = functools.partial(_CONFIG.pack_into, self._config, 0)
 
 
 def attributes(cooperative: bool, cluster: tuple[int, int, int] | None, pdl: bool) -> list[bytes]:
@@ -377,4 +391,5 @@ def dimensions(value: Any, what: str) -> tuple[int, int, int]:
         raise ValueError(f"{what}={value!r}: expected one to three sizes")
     if min(t) < 0:
         raise ValueError(f"{what}={value!r}: a size is negative")
-    return (t + (1, 1))[:3]
+    x, y, z = (*t, 1, 1)[:3]
+    return x, y, z

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-# capability -> (warps, blocks, shared memory bytes) per multiprocessor; CUDA C++ Programming Guide, "Technical Specifications
-# per Compute Capability". Every one has 65536 registers, given out to a warp in units of 256, and keeps 1 KB a block.
+# capability -> (warps, blocks, shared memory bytes) per multiprocessor; CUDA C++ Programming Guide, "Technical
+# Specifications per Compute Capability". Every one has 65536 registers, given out to a warp in units of 256, and
+# keeps 1 KB a block.
 _LIMITS = {
     80: (64, 32, 164 << 10),
     86: (48, 16, 100 << 10),
@@ -97,3 +98,10 @@ def computed_occupancy(arch: str, registers: int, shared: int, threads: int) -> 
         a_warp = -(-registers * 32 // 256) * 256
         by_registers = 4 * (_REGISTERS // 4 // a_warp) // warps
     return min(by_warps, max_blocks, by_shared, by_registers)
+
+
+def largest_block(registers: int, bound: int = 1024) -> int:
+    """Threads of the largest block that the registers of one multiprocessor allow, at most `bound`."""
+    if not registers:
+        return bound
+    return min(bound, _REGISTERS // (-(-registers * 32 // 256) * 256) * 32)

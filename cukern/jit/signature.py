@@ -1,8 +1,8 @@
 """The parameters of a kernel, read from its source.
 
-The compiler's own record (PTX) gives each parameter's size and alignment; only the source says whether four bytes are an
-``int`` or a ``float`` and what a pointer points to. This is a reader of declarations, not a C++ parser: a type that it does
-not know (a dependent type, a struct) is kept by name and checked by size alone.
+The compiler's own record (PTX) gives each parameter's size and alignment; only the source says whether four bytes
+are an ``int`` or a ``float`` and what a pointer points to. This is a reader of declarations, not a C++ parser: a
+type that it does not know (a dependent type, a struct) is kept by name and checked by size alone.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ _CUDA_NAMES = {  # NumPy dtype name -> the C++ spelling for a template argument
 class Parameter:
     """One kernel parameter.
 
-    ``kind`` is "pointer", "scalar" or "opaque" (by-value struct or a type not understood); ``dtype`` the NumPy dtype name of the
-    scalar or of what the pointer points to ("" if unknown); ``c_type`` as written, for messages.
+    ``kind`` is "pointer", "scalar" or "opaque" (by-value struct or a type not understood); ``dtype`` the NumPy dtype
+    name of the scalar or of what the pointer points to ("" if unknown); ``c_type`` as written, for messages.
     """
 
     name: str

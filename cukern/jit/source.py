@@ -2,7 +2,8 @@
 
 Quoted includes (``#include "common/types.cuh"``) are expanded in place, once each, with ``#line`` markers; includes in
 angle brackets are CUDA's own and are left to the compiler. The text therefore holds everything of ours that decides the
-binary, and the cache may use it as its key. File names in the markers are relative, so a moved checkout gives the same text.
+binary, and the cache may use it as its key. File names in the markers are relative, so a moved checkout gives the
+same text.
 """
 
 from __future__ import annotations

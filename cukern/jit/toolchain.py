@@ -14,7 +14,9 @@ import importlib.metadata
 import os
 import re
 import shutil
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,7 +51,7 @@ def nvrtc() -> Any:
     try:
         module = importlib.import_module("cupy_backends.cuda.libs.nvrtc")
     except ImportError as error:
-        raise CudaUnavailableError(_no_cupy(error)) from error
+        raise CudaUnavailableError(no_cupy(error)) from error
     try:
         module.getVersion()
         return module
@@ -67,13 +69,20 @@ def nvrtc() -> Any:
     ) from first
 
 
-def _no_cupy(error: ImportError) -> str:
+def two_wheels(wheels: list[str]) -> str:
+    """What to do about two CuPy wheels in one environment."""
+    names = " ".join(w.split()[0] for w in wheels)
+    return (
+        f"two CuPy wheels are installed together ({', '.join(wheels)}) and overwrite each other: "
+        f"pip uninstall -y {names}, then {_EXTRA}"
+    )
+
+
+def no_cupy(error: ImportError) -> str:
+    """Why CuPy cannot be imported, and what to do."""
     wheels = cupy_wheels()
     if len(wheels) > 1:
-        return (
-            f"two CuPy wheels are installed together ({', '.join(wheels)}) and overwrite each other: "
-            f"pip uninstall -y {' '.join(w.split()[0] for w in wheels)}, then {_EXTRA}"
-        )
+        return two_wheels(wheels)
     if wheels:
         return f"{wheels[0]} is installed but cannot be imported ({error})"
     return f"CuPy is not installed: {_EXTRA}"
@@ -92,7 +101,7 @@ def nvrtc_build() -> str:
     program = module.createProgram("", "probe.cu", (), ())
     try:
         module.compileProgram(program, ())
-        text = _bytes(module.getPTX(program)).decode("ascii", "replace")
+        text = as_bytes(module.getPTX(program)).decode("ascii", "replace")
     finally:
         module.destroyProgram(program)
     lines = [line[2:].strip() for line in text.splitlines() if line.startswith("//") and line[2:].strip()]
@@ -104,7 +113,8 @@ def supported_architectures() -> tuple[int, ...]:
     return tuple(sorted(int(n) for n in nvrtc().getSupportedArchs()))
 
 
-def _bytes(value: bytes | str) -> bytes:
+def as_bytes(value: bytes | str) -> bytes:
+    """What CuPy's binding gives as bytes or, in some versions, as str."""
     return value.encode("latin-1") if isinstance(value, str) else value
 
 
@@ -216,6 +226,26 @@ def find_program(name: str) -> str | None:
         candidates += [*root.glob(f"*/bin/{name}"), *root.glob(f"*/*/bin/{name}")]
     candidates += [kit / "bin" / name for kit in _toolkits()]
     return next((str(p) for p in candidates if os.access(p, os.X_OK)), None)
+
+
+def disassemble(cubin: bytes) -> str:
+    """SASS of a cubin, by nvdisasm or cuobjdump."""
+    tools = (("nvdisasm", ("-c",)), ("cuobjdump", ("-sass",)))
+    for name, options in tools:
+        program = find_program(name)
+        if program is None:
+            continue
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(cubin)
+            file.flush()
+            done = subprocess.run([program, *options, file.name], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{name} failed: {done.stderr.strip() or done.stdout.strip()}")
+        return done.stdout
+    raise CudaUnavailableError(
+        "neither nvdisasm nor cuobjdump is found: install a CUDA toolkit (set CUDA_PATH), or pip install "
+        "nvidia-cuda-nvdisasm nvidia-cuda-cuobjdump"
+    )
 
 
 def forget() -> None:
