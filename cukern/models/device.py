@@ -65,19 +65,26 @@ class Device:
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """Make this device the current one (and switch the emulator on) for a block of code."""
-        if self.kind == "cuda":
-            with _cupy().cuda.Device(self.index):
-                yield
-        elif self.kind == "emulated":
-            from .. import emulator
+        """Make this GPU the current one for a block of code."""
+        if self.kind != "cuda":
+            yield
+            return
+        with _cupy().cuda.Device(self.index):
+            yield
 
-            if emulator.active():  # keep the mode that the user chose
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Be in a state to run operators: this GPU the current one, or the emulator switched on."""
+        if self.kind != "emulated":
+            with self.context():
                 yield
-                return
-            with emulator.emulate():
-                yield
-        else:
+            return
+        from .. import emulator
+
+        if emulator.active():  # keep the mode that the user chose
+            yield
+            return
+        with emulator.emulate():
             yield
 
     def put(self, array: np.ndarray) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterator
@@ -55,22 +56,22 @@ def resolve_checkpoint(
     HubError
         A hub name that is not cached and cannot be downloaded; the message says what to do.
     """
-    path = Path(name).expanduser()
-    if path.is_dir():
+    text = os.fspath(name)
+    path = Path(text).expanduser()
+    if text and path.is_dir():
         if revision is not None:
             raise ValueError(f"revision {revision!r} applies to a hub name, but {path} is a folder")
         return path
-    if path.exists():
+    if text and path.exists():
         raise NotADirectoryError(f"{path} is a file; pass the checkpoint's folder {path.parent}")
-    text = os.fspath(name)
     if isinstance(name, os.PathLike) or not _HUB_NAME.fullmatch(text):
-        raise FileNotFoundError(f"{text}: no such folder (and not a hub name of the form owner/name)")
+        raise FileNotFoundError(f"{text or repr(text)}: no such folder (and not a hub name of the form owner/name)")
     return _from_hub(text, revision, cache_dir, progress)
 
 
 def _from_hub(name: str, revision: str | None, cache_dir: str | os.PathLike[str] | None, progress: bool | None) -> Path:
     import huggingface_hub as hub
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
     def snapshot(local_only: bool) -> Path:
         return Path(
@@ -111,6 +112,8 @@ def _from_hub(name: str, revision: str | None, cache_dir: str | os.PathLike[str]
     except errors.RevisionNotFoundError:
         raise HubError(f"{name}: the hub has no revision {revision!r}") from None
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+            raise  # the disk's fault, not the network's
         # connection and HTTP errors come from whichever HTTP library huggingface_hub uses
         found, reason = cached, f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
     else:
@@ -118,7 +121,7 @@ def _from_hub(name: str, revision: str | None, cache_dir: str | os.PathLike[str]
     lacking = _lacking(found) if found else lacking
     if found and set(lacking) <= {"tokenizer.json"}:
         return found  # the model can run; a caller that needs text says so itself
-    where = Path(cache_dir or hub.constants.HF_HUB_CACHE)
+    where = Path(cache_dir or constants.HF_HUB_CACHE)
     raise HubError(
         f"{name}: not a folder here, {'incomplete' if cached else 'absent'} in the hub cache {where} "
         f"(missing: {', '.join(lacking)}), and not downloaded ({reason}). "

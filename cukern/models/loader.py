@@ -278,17 +278,17 @@ class _Copier:
             else:
                 wide = self._lift(part)
                 with np.errstate(over="ignore"):
-                    narrow = wide.astype(room.dtype)
+                    room[...] = wide  # rounds to nearest
                 if watch:
-                    self._tallies.append((name, self._tally(wide.astype(np.float32), narrow)))
-                room[...] = narrow
+                    self._tallies.append((name, self._tally(wide.astype(np.float32), room)))
+                del wide
             advance(part.nbytes)
 
     def _write(self, part: np.ndarray, room: Any) -> None:
         room[...] = part
 
     def _lift(self, part: np.ndarray) -> Any:
-        return np.array(part)  # an aligned copy
+        return part
 
     def _tally(self, wide: Any, narrow: Any) -> Any:
         """Count [overflowed, subnormal or zeroed, zeroed] on the device, to be read once at the end."""

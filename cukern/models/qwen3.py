@@ -131,7 +131,7 @@ class Qwen3:
         """
         w, eps = self.weights, self.config.rms_norm_eps
         ops = self._ops
-        with self.device.context():
+        with self.device.running():
             x = ops.embedding(batch.token_ids, w.embed, dtype=np.float32)
             if tap:
                 tap(0, x)

@@ -7,7 +7,7 @@ The prompt is the `input_ids` of the folder's golden_rounded_rope.npz. Fields:
   hidden          float32 [L + 1, B, S, H]  embeddings, then the output of every decoder layer, before the final norm
   greedy_ids      int64   [B, N]            greedy continuation, no stop at an end token
   greedy_logprobs float32 [B, N]            log-softmax of the chosen token at each step
-  greedy_gap      float32 [B, N]            its logit minus the runner-up's: where small, half precision may rightly differ
+  greedy_gap      float32 [B, N]            its logit minus the runner-up's: where small, half precision may differ
   lowp_max_err, lowp_rel_l2 float32         error of transformers itself when it runs in the checkpoint's dtype
 
 Needs torch and transformers.   Usage: python make_golden.py FOLDER ...
