@@ -141,6 +141,10 @@ __global__ void __launch_bounds__(Warps == 1 ? 32 * ROWS_PER_BLOCK : 32 * Warps)
     for (int i = 0; i < Held * Parts; ++i) {
       const int at = i * Stride;
       if (at < left) {
+        if constexpr (Steps > 0 && sizeof(H) == 2) {
+#pragma unroll
+          for (int word = 0; word < Width / 2; ++word) opaque(reinterpret_cast<u32 *>(&held[i])[word]);
+        }
         if constexpr (Steps == 0) {
           if constexpr (Residual) {
             held[i] = load_part<Vector, Width>(residual + base + at, left - at);

@@ -30,3 +30,11 @@ __device__ __forceinline__ uint4 load_once(const void *p PTX_SITE) {
   return v;
 #endif
 }
+
+// Hides where a register comes from. Without it the compiler keeps what it computed from packed halves (twice as many
+// registers of floats) for a second use, instead of the halves.
+__device__ __forceinline__ void opaque(u32 &x) {
+#ifndef CUKERN_EMU
+  asm volatile("" : "+r"(x));
+#endif
+}
