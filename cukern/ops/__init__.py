@@ -9,6 +9,7 @@ from typing import Any
 # A new operator adds a line here, in cukern/reference/__init__.py and in docs/operators.md.
 from cukern.ops.embedding import embedding
 from cukern.ops.kv_cache_write import kv_cache_write
+from cukern.ops.linear import linear
 from cukern.ops.qk_norm_rope_cache import qk_norm_rope_cache
 from cukern.ops.rms_norm import rms_norm
 from cukern.ops.rope import rope, rope_table
@@ -19,7 +20,6 @@ _PENDING = {
     "softmax": "softmax",
     "log_softmax": "softmax",
     "token_logprobs": "softmax",
-    "linear": "linear",
     "attention_prefill": "attention_prefill",
     "attention_decode": "attention_decode",
     "argmax": "sampling",
@@ -27,7 +27,7 @@ _PENDING = {
     "top_logprobs": "sampling",
 }
 
-__all__ = ["embedding", "kv_cache_write", "qk_norm_rope_cache", "rms_norm", "rope", "rope_table", "swiglu"]
+__all__ = ["embedding", "kv_cache_write", "linear", "qk_norm_rope_cache", "rms_norm", "rope", "rope_table", "swiglu"]
 
 
 def __getattr__(name: str) -> Any:
