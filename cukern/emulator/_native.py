@@ -79,6 +79,7 @@ class Launch(C.Structure):
         ("switches", C.c_uint64),
         ("collectives", C.c_uint64),
         ("static_bytes", C.c_uint64),
+        ("load_address", C.c_uint64),
         ("state", C.c_void_p),
     )
 
@@ -103,6 +104,10 @@ def _load(path: str) -> C.CDLL:
     library = C.CDLL(path, mode=C.RTLD_GLOBAL)  # kernels find its functions by name
     library.emu_start.argtypes = [C.POINTER(Launch)]
     library.emu_start.restype = None
+    library.emu_map_guarded.argtypes = [C.c_uint64]
+    library.emu_map_guarded.restype = C.c_void_p
+    library.emu_unmap_guarded.argtypes = [C.c_void_p, C.c_uint64]
+    library.emu_unmap_guarded.restype = None
     library.emu_wait.argtypes = [C.POINTER(Launch), C.c_double, C.c_int]
     return library
 
@@ -125,3 +130,27 @@ def launch(record: Launch) -> None:
             while not library.emu_wait(pointer, 0.2, 1):
                 pass
             raise
+
+
+_guarded: dict[int, list[int]] = {}  # free mappings between guard pages, by size
+
+
+def take_guarded(size: int) -> int:
+    """Address of `size` bytes (a multiple of the page size) between two inaccessible pages."""
+    free = _guarded.get(size)
+    if free:
+        return free.pop()
+    library = runtime()
+    address = library.emu_map_guarded(size)
+    if not address:
+        raise MemoryError(f"cannot map {size} bytes for an emulated kernel")
+    return int(address)
+
+
+def give_guarded(address: int, size: int) -> None:
+    """Give a mapping back; a few of each size are kept for the next launch."""
+    free = _guarded.setdefault(size, [])
+    if len(free) < 8 and size <= 1 << 24:
+        free.append(address)
+    else:
+        runtime().emu_unmap_guarded(address, size)

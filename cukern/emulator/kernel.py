@@ -12,17 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from . import _native, source, symbols, toolchain
-from .errors import ArgumentError, BuildError, KernelFault, LaunchError
+from .arguments import Arguments, Param
+from .errors import ArgumentError, BuildError, KernelFault, LaunchError, OutOfBounds
 from .settings import ORDERS, Settings, current
 
 STATIC_SHARED_LIMIT = 48 * 1024
 SHARED_LIMIT = 227 * 1024
 _PRINT_BYTES = 1 << 20
-_SCALAR_KINDS = {"i": "iu", "u": "iu", "f": "f", "b": "b"}
-_TYPE_NAMES = {"i": "signed integer", "u": "unsigned integer", "f": "floating point", "b": "bool", "s": "by-value object"}
 
 
 class _Binary:
@@ -36,7 +33,7 @@ class _Binary:
         self.library.emu_params.restype = C.POINTER(_native.ParamInfo)
         table = self.library.emu_params()
         self.params = [
-            (p.kind.decode(), p.size, p.pointee.decode(), p.pointee_size, bool(p.is_const)) for p in table[:count]
+            Param(p.kind.decode(), p.size, p.pointee.decode(), p.pointee_size, bool(p.is_const)) for p in table[:count]
         ]
         self.thunk = C.cast(self.library.emu_thunk, C.c_void_p).value
         self.anchor = C.cast(self.library.emu_tls_anchor, C.c_void_p).value
@@ -114,30 +111,30 @@ class EmulatedKernel:
         record = _native.Launch(thunk=binary.thunk, tls_anchor=binary.anchor)
         record.grid[:], record.block[:] = self._extent(grid, "grid"), self._extent(block, "block")
         self._check_extents(record, shared_mem, cooperative)
-        arguments = _Arguments(self, binary, args)
-        record.args = arguments.block_address
-        record.ranges, record.range_count = arguments.ranges(settings.check)
+        arguments = Arguments(self.name, binary.params, self.parameter_name, args)
+        if not settings.check:
+            arguments.guard()
+        record.args = C.addressof(arguments.pointers)
+        record.ranges, record.range_count = arguments.ranges, len(arguments.arrays)
         record.dynamic_bytes, record.dynamic_align = shared_mem, max(16, self._prepared.dynamic_align)
         record.cooperative, record.check = int(cooperative), int(settings.check)
         self._apply(record, settings)
         printed = _print_buffer() if self._prepared.prints else None
         if printed is not None:
             record.print_buffer, record.print_capacity = C.addressof(printed), _PRINT_BYTES
-        guards = None if settings.check else arguments.guard()
         try:
             _native.launch(record)
         finally:
-            if guards is not None:
-                guards.copy_back()
+            overrun = arguments.release()
             if printed is not None and record.print_used:
                 sys.stdout.write(printed.raw[: record.print_used].decode(errors="replace"))
                 if record.print_lost:
                     sys.stdout.write(f"[{record.print_lost} more bytes of device printf were dropped]\n")
         self.stats = {n: getattr(record, n) for n in ("switches", "collectives", "static_bytes")}
         if record.fault.kind:
-            raise self._explain(record, binary, arguments, guards)
-        if guards is not None:
-            guards.verify(self)
+            raise self._explain(record, binary, arguments)
+        if overrun:
+            raise self._overrun(arguments, *overrun)
         if record.static_bytes > STATIC_SHARED_LIMIT + 64:
             raise LaunchError(
                 f"kernel {self.name} declares {record.static_bytes} bytes of static shared memory; "
@@ -171,34 +168,29 @@ class EmulatedKernel:
         if cooperative and grid[0] * grid[1] * grid[2] > 256:
             raise LaunchError(f"kernel {self.name}: a cooperative launch of more than 256 blocks is not emulated")
 
-    def _explain(
-        self, record: _native.Launch, binary: _Binary, arguments: _Arguments, guards: _Guards | None
-    ) -> KernelFault | KeyboardInterrupt:
+    def _explain(self, record: _native.Launch, binary: _Binary, arguments: Arguments) -> KernelFault:
         fault = record.fault
         where: list[symbols.Position] = []
         if fault.line:
             where = [(fault.file.decode(errors="replace"), fault.line)]
         elif fault.pc:
-            where = symbols.positions(binary.path, fault.pc)
+            # a return address is one past the call
+            found = symbols.positions(binary.path, fault.pc - record.load_address - 1)
+            where = [p for p in found if not _ours(p[0])]
         message = fault.text.decode(errors="replace")
         argument = shape = index = None
         if fault.argument >= 0:
-            argument = self.parameter_name(fault.argument)
-            array = arguments.arrays[fault.argument]
-            shape = array.shape
-            address = fault.address if guards is None else guards.original(fault.address)
-            index, detail = _locate(array, address)
-            message += f" of argument {argument!r} {detail}"
-        elif fault.kind in (3, 4) and fault.address:
-            message += ""
+            argument, shape = self.parameter_name(fault.argument), arguments.arrays[fault.argument].shape
+            index, detail = arguments.locate(fault.argument, fault.address)
+            message += f": argument {argument!r} {detail}"
         block = tuple(fault.block) if fault.has_block else None
         thread = tuple(fault.thread) if fault.has_thread else None
         text = f"kernel {self.name}: {message}"
         if where:
-            text += f" at {where[0][0]}:{where[0][1]}"
+            text += f"; at {where[0][0]}:{where[0][1]}"
             text += "".join(f", called from {f}:{n}" for f, n in where[1:4])
         if block is not None:
-            text += f", block {block}"
+            text += f"; block {block}"
         if thread is not None:
             text += f", thread {thread}"
         return _native.FAULTS.get(fault.kind, KernelFault)(
@@ -215,104 +207,27 @@ class EmulatedKernel:
         )
 
 
-def _locate(array: np.ndarray, address: int) -> tuple[tuple[int, ...], str]:
-    """The element of an array at an address (the first index may lie outside), and a phrase about it."""
-    lo, hi = np.lib.array_utils.byte_bounds(array)
-    start = array.__array_interface__["data"][0]
-    offset = address - start
-    flat = offset // array.itemsize
-    index: list[int] = []
-    if array.flags.c_contiguous:
-        for n in reversed(array.shape[1:]):
-            index.append(int(flat % n))
-            flat //= n
-        index.append(int(flat))
-        index.reverse()
-        place = f"element ({', '.join(map(str, index))})"
-    else:
-        place = f"byte {offset}"
-    if address >= hi:
-        place += f", {address - hi} bytes past its end"
-    elif address < lo:
-        place += f", {lo - address} bytes before its start"
-    return tuple(index), f"(shape {array.shape}, {array.dtype}): {place}"
+    def _overrun(self, arguments: Arguments, i: int, address: int) -> OutOfBounds:
+        name = self.parameter_name(i)
+        index, detail = arguments.locate(i, address)
+        return OutOfBounds(
+            f"kernel {self.name}: out-of-bounds write: argument {name!r} {detail}; found after the launch, "
+            "run with check=True to see the line",
+            kernel=self.name,
+            argument=name,
+            shape=arguments.arrays[i].shape,
+            index=index,
+        )
 
 
-class _Arguments:
-    """The arguments of a launch as the thunk wants them: an array of pointers to values."""
-
-    def __init__(self, kernel: EmulatedKernel, binary: _Binary, args: Sequence[Any]) -> None:
-        params = binary.params
-        if len(args) != len(params):
-            raise ArgumentError(f"kernel {kernel.name} takes {len(params)} arguments, {len(args)} given")
-        self.kernel, self.params = kernel, params
-        self.arrays: dict[int, np.ndarray] = {}
-        self.values = [self._value(i, a) for i, a in enumerate(args)]
-        self.pointers = (C.c_void_p * max(1, len(args)))(*(C.addressof(v) for v in self.values))
-        self.block_address = C.addressof(self.pointers)
-
-    def _value(self, i: int, a: Any) -> Any:
-        kind, size, pointee, pointee_size, _ = self.params[i]
-        name = self.kernel.parameter_name(i)
-        if kind == "p":
-            if a is None or (isinstance(a, np.ndarray) and a.size == 0):
-                return C.c_void_p(0)
-            if not isinstance(a, np.ndarray):
-                raise ArgumentError(f"kernel {self.kernel.name}: {name} is a pointer; expected a NumPy array, got {type(a).__name__}")
-            self._check_pointee(name, a, pointee, pointee_size)
-            self.arrays[i] = a
-            return C.c_void_p(a.__array_interface__["data"][0])
-        if isinstance(a, np.ndarray) and a.ndim:
-            raise ArgumentError(f"kernel {self.kernel.name}: {name} is passed by value, got an array of shape {a.shape}")
-        if kind == "s":
-            data = a.tobytes() if isinstance(a, (np.generic, np.ndarray)) else bytes(a) if isinstance(a, (bytes, bytearray, C.Structure)) else b""
-            if len(data) != size:
-                raise ArgumentError(f"kernel {self.kernel.name}: {name} is an object of {size} bytes, got {a!r}")
-            return C.create_string_buffer(data, size)
-        if isinstance(a, (bool, int, float)) and not isinstance(a, np.generic):
-            a = self._convert(name, a, kind, size)
-        if not isinstance(a, (np.generic, np.ndarray)) or a.dtype.itemsize != size or a.dtype.kind not in _SCALAR_KINDS[kind]:
-            got = getattr(a, "dtype", type(a).__name__)
-            raise ArgumentError(
-                f"kernel {self.kernel.name}: {name} is a {size}-byte {_TYPE_NAMES[kind]}, got {got}: a GPU would read the wrong bytes"
-            )
-        return C.create_string_buffer(a.tobytes(), size)
-
-    def _convert(self, name: str, a: Any, kind: str, size: int) -> np.generic:
-        dtype = np.dtype("bool" if kind == "b" else f"{kind}{size}")
-        if kind in "iu" and (isinstance(a, float) or not np.iinfo(dtype).min <= a <= np.iinfo(dtype).max):
-            raise ArgumentError(f"kernel {self.kernel.name}: {name}={a!r} does not fit {dtype}")
-        return dtype.type(a)
-
-    def _check_pointee(self, name: str, a: np.ndarray, pointee: str, size: int) -> None:
-        if pointee in "iufb" and (a.dtype.itemsize != size or (pointee == "f") != (a.dtype.kind == "f")):
-            raise ArgumentError(
-                f"kernel {self.kernel.name}: {name} points to {size}-byte {_TYPE_NAMES[pointee]} values, got an array of {a.dtype}"
-            )
-
-    def _read_only(self, i: int) -> bool:
-        return not self.arrays[i].flags.writeable or self.params[i][4]
-
-    def ranges(self, check: bool) -> tuple[Any, int]:
-        """What the kernel may touch, for check mode (and for naming the argument after a crash)."""
-        rows = []
-        for i, a in self.arrays.items():
-            lo, hi = np.lib.array_utils.byte_bounds(a)
-            rows.append((lo, hi, int(self._read_only(i)), i))
-        self._ranges = (_native.Range * max(1, len(rows)))(*rows)
-        return C.cast(self._ranges, C.POINTER(_native.Range)), len(rows)
-
-    def guard(self) -> _Guards | None:
-        return None
+@functools.cache
+def _own_headers() -> frozenset[str]:
+    return frozenset(p.name for p in toolchain.INCLUDE.rglob("*.h"))
 
 
-class _Guards:
-    """Placeholder for fast mode."""
-
-    def copy_back(self) -> None: ...
-    def verify(self, kernel: EmulatedKernel) -> None: ...
-    def original(self, address: int) -> int:
-        return address
+def _ours(file: str) -> bool:
+    """Whether a file is one of the emulator's headers, which mean nothing to the user."""
+    return Path(file).name in _own_headers()
 
 
 @functools.cache

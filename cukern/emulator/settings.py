@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from typing import Any
 
 ORDERS = ("up", "down", "random")
 
@@ -99,9 +100,9 @@ def emulate(
 ) -> Iterator[None]:
     """Run CUDA kernels on the CPU inside this block.
 
-    Operators and :class:`cukern.Kernel` given NumPy arrays then run their CUDA source through the emulator. Blocks nest:
-    what an inner block leaves out is taken from the outer one, then from the environment. A block holds for the thread
-    (or asyncio task) that entered it.
+    Operators and :class:`cukern.Kernel` given NumPy arrays then run their CUDA source through the emulator. Blocks
+    nest: what an inner block leaves out is taken from the outer one, then from the environment. A block holds for the
+    thread (or asyncio task) that entered it.
 
     Parameters
     ----------
@@ -130,7 +131,7 @@ def emulate(
     >>> with cukern.emulate():
     ...     y = cukern.ops.rms_norm(np.ones((2, 8), np.float16), np.ones(8, np.float32))
     """
-    given = {"check": check, "order": order, "seed": seed, "workers": workers, "timeout": timeout}
+    given: dict[str, Any] = {"check": check, "order": order, "seed": seed, "workers": workers, "timeout": timeout}
     token = _current.set(replace(current(), **{k: v for k, v in given.items() if v is not None}))
     try:
         yield

@@ -127,7 +127,7 @@ def _private_folder() -> str:
 
 
 def cache_dir() -> Path:
-    """``$CUKERN_CACHE_DIR/emulator``, else the platform's cache folder; a folder of this process if neither is writeable."""
+    """``$CUKERN_CACHE_DIR/emulator`` or the platform's cache folder; one of this process if that is not writeable."""
     base = os.environ.get("CUKERN_CACHE_DIR", "").strip()
     if not base:
         import platformdirs
@@ -205,8 +205,10 @@ def build_kernel(text: str, *, check: bool, debug: bool) -> Path:
         if compiler.gcc:
             options.append("-fno-gnu-unique")  # else two modules share the thread-local variables of equal templates
         options += ["-O0", "-g"] if debug else ["-O1" if check else "-O2", "-g1"]
+        options.append("-gdwarf-4")  # what symbols.py reads
         if check:
-            options += ["-fsanitize=thread", "-fsanitize=alignment,bounds,shift,integer-divide-by-zero,return,unreachable"]
+            options += ["-fsanitize=thread"]
+            options += ["-fsanitize=alignment,bounds,shift,integer-divide-by-zero,return,unreachable"]
             if compiler.gcc:
                 options += ["--param", "tsan-instrument-func-entry-exit=0"]
             else:

@@ -190,6 +190,7 @@ static int find_segments(struct dl_phdr_info *info, size_t, void *p) {
     if (h.p_type == PT_TLS) tls_bytes = h.p_memsz;
   }
   if (!mine) return 0;
+  w->launch->load_address = info->dlpi_addr;
   w->statics = (char *)info->dlpi_tls_data;
   w->static_bytes = tls_bytes;
   for (int i = 0; i < info->dlpi_phnum; ++i) {
@@ -261,6 +262,15 @@ static void prepare(Worker *w, LaunchState *s, uint32_t i) {
   if (!(base & align)) base -= align;
   w->dynamic = (char *)base;
 }
+// Memory between two inaccessible pages, for arrays that a kernel writes without check mode.
+PUBLIC void *emu_map_guarded(uint64_t bytes) {
+  char *p = (char *)mmap(nullptr, bytes + 2 * GUARD_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (p == MAP_FAILED) return nullptr;
+  mprotect(p, GUARD_BYTES, PROT_NONE);
+  mprotect(p + GUARD_BYTES + bytes, GUARD_BYTES, PROT_NONE);
+  return p + GUARD_BYTES;
+}
+PUBLIC void emu_unmap_guarded(void *p, uint64_t bytes) { munmap((char *)p - GUARD_BYTES, bytes + 2 * GUARD_BYTES); }
 PUBLIC void emu_start(Launch *l) {
   LaunchState *s = new LaunchState();
   l->state = s;

@@ -37,7 +37,7 @@ struct Launch {
   Fault fault;
   char *print_buffer;  // printf output, delivered after the launch
   uint64_t print_capacity, print_used, print_lost;
-  uint64_t switches, collectives, static_bytes;
+  uint64_t switches, collectives, static_bytes, load_address;
   void *state;
 };
 
