@@ -22,14 +22,15 @@ Array = Any
 
 @dataclass
 class LayerWeights:
-    """One decoder layer. H hidden, D head_dim, I intermediate; norms are float32, the rest the compute dtype."""
+    """One decoder layer. H hidden, D head_dim, I intermediate; norms and biases are float32, matrices the compute
+    dtype."""
 
     input_norm: Array
     """float32 [H]"""
     qkv: Array
     """[(Hq + 2 Hkv) D, H]: rows of q, then k, then v"""
     qkv_bias: Array | None
-    """[(Hq + 2 Hkv) D], only with attention_bias"""
+    """float32 [(Hq + 2 Hkv) D], only with attention_bias"""
     q_norm: Array
     """float32 [D]"""
     k_norm: Array
@@ -37,7 +38,7 @@ class LayerWeights:
     o: Array
     """[H, Hq D]"""
     o_bias: Array | None
-    """[H], only with attention_bias"""
+    """float32 [H], only with attention_bias"""
     post_norm: Array
     """float32 [H]"""
     gate_up: Array
@@ -100,7 +101,7 @@ class Weights(Mapping[str, Array]):
     """All weights: ``weights["model.layers.0.mlp.up_proj.weight"]`` is an array that shares memory with the model.
 
     Writing into such an array, or assigning to the name (which copies into it), is seen by the next forward pass.
-    Norm weights are float32 whatever the compute dtype. A tied model has no ``lm_head.weight``: its head is
+    Norm weights and biases are float32 whatever the compute dtype. A tied model has no ``lm_head.weight``: its head is
     ``model.embed_tokens.weight``.
 
     Attributes
@@ -152,7 +153,7 @@ class Weights(Mapping[str, Array]):
             return self._name(name, xp.empty(size, np.float32))
 
         def packed(names: list[str], rows: list[int], *columns: int) -> Array:
-            whole = xp.empty((sum(rows), *columns), half)
+            whole = xp.empty((sum(rows), *columns), half if columns else np.float32)  # no columns: a bias
             start = 0
             for name, count in zip(names, rows, strict=True):
                 self._name(name, whole[start : start + count])
