@@ -265,9 +265,6 @@ __global__ void __launch_bounds__(WarpsN *Slots * 32)
   float *const partial =
       reinterpret_cast<float *>(rounds == 1 ? smem : smem + 16 + (i64)Stages * Slots * buffer_elements * sizeof(T));
 
-  if (threadIdx.x < 8) zeros[threadIdx.x] = from_float<T>(0.f);
-  __syncthreads();
-
   // the copies run Stages - 1 tiles ahead of the products
   i64 copy_k = (i64)slot * segment;
   int copy_left = segment_tiles, copied = 0;
@@ -311,16 +308,17 @@ __global__ void __launch_bounds__(WarpsN *Slots * 32)
   auto x_chunk = [&](const T *buffer, int row, int chunk) {
     return row < x_rows ? buffer + Rows * BK + tile_offset<BK>(row, chunk) : zeros;
   };
-  // two k-steps, the first at chunk `chunk` of the buffer; `both` false: only the first
-  auto multiply = [&](const T *buffer, int chunk, bool both) {
-    u32 xf[XI][2][4], wf[WI][2][4];  // [tile][k-step][register]; tiles of 8 rows use [0] alone, as (step, half) pairs
+  // Fragments of two k-steps at a time, double-buffered: [buffer][tile][k-step][register]; tiles of 8 rows use k-step 0 alone,
+  // its four registers being two steps of two halves.
+  u32 xf[2][XI][2][4], wf[2][WI][2][4];
+  auto load_pair = [&](int to, const T *buffer, int chunk) {
 #pragma unroll
     for (int i = 0; i < XI; ++i) {
       if constexpr (WeightA || MT == 8) {
-        ldmatrix_x4(xf[i][0], x_chunk(buffer, i * 8 + row8, chunk + quarter8));
+        ldmatrix_x4(xf[to][i][0], x_chunk(buffer, i * 8 + row8, chunk + quarter8));
       } else {
 #pragma unroll
-        for (int s = 0; s < 2; ++s) ldmatrix_x4(xf[i][s], x_chunk(buffer, i * 16 + row16, chunk + s * 2 + half16));
+        for (int s = 0; s < 2; ++s) ldmatrix_x4(xf[to][i][s], x_chunk(buffer, i * 16 + row16, chunk + s * 2 + half16));
       }
     }
 #pragma unroll
@@ -328,28 +326,28 @@ __global__ void __launch_bounds__(WarpsN *Slots * 32)
       if constexpr (WeightA) {
 #pragma unroll
         for (int s = 0; s < 2; ++s)
-          ldmatrix_x4(wf[j][s], buffer + tile_offset<BK>(warp_row + j * 16 + row16, chunk + s * 2 + half16));
+          ldmatrix_x4(wf[to][j][s], buffer + tile_offset<BK>(warp_row + j * 16 + row16, chunk + s * 2 + half16));
       } else {
-        ldmatrix_x4(wf[j][0], buffer + tile_offset<BK>(warp_row + j * 8 + row8, chunk + quarter8));
+        ldmatrix_x4(wf[to][j][0], buffer + tile_offset<BK>(warp_row + j * 8 + row8, chunk + quarter8));
       }
     }
+  };
+  auto multiply = [&](int from, int step) {
 #pragma unroll
-    for (int s = 0; s < 2; ++s) {
-      if (s == 1 && !both) break;
+    for (int i = 0; i < XI; ++i)
 #pragma unroll
-      for (int i = 0; i < XI; ++i)
-#pragma unroll
-        for (int j = 0; j < WI; ++j) {
-          if constexpr (WeightA) {
-            mma_m16n8k16<T>(acc[i][j], wf[j][s], xf[i][0][2 * s], xf[i][0][2 * s + 1]);
-          } else if constexpr (MT == 8) {
-            const u32 upper_half_empty[4] = {xf[i][0][2 * s], 0u, xf[i][0][2 * s + 1], 0u};
-            mma_m16n8k16<T>(acc[i][j], upper_half_empty, wf[j][0][2 * s], wf[j][0][2 * s + 1]);
-          } else {
-            mma_m16n8k16<T>(acc[i][j], xf[i][s], wf[j][0][2 * s], wf[j][0][2 * s + 1]);
-          }
+      for (int j = 0; j < WI; ++j) {
+        const u32(&xr)[2][4] = xf[from][i];
+        const u32(&wr)[2][4] = wf[from][j];
+        if constexpr (WeightA) {
+          mma_m16n8k16<T>(acc[i][j], wr[step], xr[0][2 * step], xr[0][2 * step + 1]);
+        } else if constexpr (MT == 8) {
+          const u32 upper_half_empty[4] = {xr[0][2 * step], 0u, xr[0][2 * step + 1], 0u};
+          mma_m16n8k16<T>(acc[i][j], upper_half_empty, wr[0][2 * step], wr[0][2 * step + 1]);
+        } else {
+          mma_m16n8k16<T>(acc[i][j], xr[step], wr[0][2 * step], wr[0][2 * step + 1]);
         }
-    }
+      }
   };
 
   // outputs owned by this thread for the ordered sum: (row, column) = e / Rows, e % Rows for e = thread, thread + Threads, ...
@@ -385,6 +383,8 @@ __global__ void __launch_bounds__(WarpsN *Slots * 32)
   };
 
   for (int s = 0; s < Stages - 1; ++s) copy_tile();
+  if (threadIdx.x < 8) zeros[threadIdx.x] = from_float<T>(0.f);
+  __syncthreads();
   int tile = 0;
   for (int round = 0; round < rounds; ++round) {
     i64 at = ((i64)round * Slots + slot) * segment;
@@ -397,10 +397,19 @@ __global__ void __launch_bounds__(WarpsN *Slots * 32)
       copy_tile();
       const T *const buffer = ring + (tile % Stages * Slots + slot) * buffer_elements;
       if (at + BK <= k) {
+        load_pair(0, buffer, 0);
 #pragma unroll
-        for (int c = 0; c < Chunks; c += 4) multiply(buffer, c, true);
+        for (int pair = 0; pair < BK / 32; ++pair) {
+          if (pair + 1 < BK / 32) load_pair((pair + 1) & 1, buffer, (pair + 1) * 4);
+          multiply(pair & 1, 0);
+          multiply(pair & 1, 1);
+        }
       } else {  // the end of K: as many k-steps as there are, the last one padded with zeros
-        for (int c = 0; c < Chunks && at + c * 8 < k; c += 4) multiply(buffer, c, at + c * 8 + 16 < k);
+        for (int step = 0; step < BK / 16 && at + step * 16 < k; step += 2) {
+          load_pair(0, buffer, step * 2);
+          multiply(0, 0);
+          if (at + step * 16 + 16 < k) multiply(0, 1);
+        }
       }
     }
     end_round(round * Slots);

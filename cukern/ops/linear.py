@@ -211,26 +211,32 @@ def _address(array: Array) -> int:
     return int(array.data.ptr)
 
 
-def kernel_variants() -> list[tuple[str, str, tuple[str | int, ...]]]:
-    """(file, kernel, template arguments) of what can be chosen: to compile ahead, and to check for register spills.
+def kernel_variants() -> list[tuple[str, str, tuple[str | int, ...], None]]:
+    """What the published Qwen3 sizes and the small models of the tests launch: (file, kernel, template, no defines).
 
-    half and bf16 differ in one instruction and have equal resources, so each variant comes once as (half, half) and
-    once as (bf16, float).
+    For compiling ahead and for the check that nothing spills; other shapes are compiled when they are met.
     """
-    shapes = [
-        (m, n, k)
-        for m in (1, 16, 32, 64, 256, 4096)
-        for n, k in ((1024, 1024), (1024, 2048), (1024, 3072), (4096, 1024), (4096, 4096), (24576, 4096))
-    ]
-    found: dict[tuple[str, str, tuple[str | int, ...]], None] = {}
-    for m, n, k in shapes:
-        segment = variants.template_segment(n, k)
-        for aligned in (True, False):
-            options = list(variants.candidates(m, n, k)) if aligned else [variants.select(m, n, k, False, 132)]
-            for option in options:
-                for ctype, out_ctype in (("half", "half"), ("bf16", "float")):
-                    template: tuple[str | int, ...] = (ctype, out_ctype, *option.template(segment), int(aligned))
-                    found[("linear.cu", option.kernel, template)] = None
+    found: dict[tuple[str, str, tuple[str | int, ...], None], None] = {}
+    for hidden, intermediate, heads in ((64, 176, 192), (1024, 3072, 2048), (4096, 12288, 4096)):
+        for n, k, out in (
+            (2 * heads, hidden, "same"),  # query, key and value heads; also the widest choice for N = 6144
+            (hidden, heads, "float"),  # into the residual stream
+            (2 * intermediate, hidden, "same"),
+            (hidden, intermediate, "float"),
+            (151936, hidden, "float"),  # logits
+        ):
+            segment = variants.template_segment(n, k)
+            for m in (1, 16, 32, 64, 128, 512, 4096):
+                for sm_count in (46, 84, 132):
+                    option = variants.select(m, n, k, True, sm_count)
+                    for ctype in ("half", "bf16"):
+                        out_ctype = ctype if out == "same" else out
+                        template: tuple[str | int, ...] = (ctype, out_ctype, *option.template(segment), 1)
+                        found[("linear.cu", option.kernel, template, None)] = None
+    for m, n in ((1, 8), (1, 2**24), (128, 8), (128, 2**24)):  # rows that do not start at 16 bytes
+        option = variants.select(m, n, 257, False, 132)
+        template = ("half", "half", *option.template(variants.template_segment(n, 257)), 0)
+        found[("linear.cu", option.kernel, template, None)] = None
     return list(found)
 
 
