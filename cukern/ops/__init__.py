@@ -7,27 +7,39 @@ from typing import Any
 
 # Eager: an operator has the name of its module, and importing a submodule later would rebind the name to the module.
 # A new operator adds a line here, in cukern/reference/__init__.py and in docs/operators.md.
+from cukern.ops.attention_prefill import attention_prefill
 from cukern.ops.embedding import embedding
 from cukern.ops.kv_cache_write import kv_cache_write
 from cukern.ops.linear import linear
 from cukern.ops.qk_norm_rope_cache import qk_norm_rope_cache
 from cukern.ops.rms_norm import rms_norm
 from cukern.ops.rope import rope, rope_table
+from cukern.ops.sampling import argmax, sample, top_logprobs
+from cukern.ops.softmax import log_softmax, softmax, token_logprobs
 from cukern.ops.swiglu import swiglu
 
 # operators that move to the imports above as their modules land
 _PENDING = {
-    "softmax": "softmax",
-    "log_softmax": "softmax",
-    "token_logprobs": "softmax",
-    "attention_prefill": "attention_prefill",
     "attention_decode": "attention_decode",
-    "argmax": "sampling",
-    "sample": "sampling",
-    "top_logprobs": "sampling",
 }
 
-__all__ = ["embedding", "kv_cache_write", "linear", "qk_norm_rope_cache", "rms_norm", "rope", "rope_table", "swiglu"]
+__all__ = [
+    "argmax",
+    "attention_prefill",
+    "embedding",
+    "kv_cache_write",
+    "linear",
+    "log_softmax",
+    "qk_norm_rope_cache",
+    "rms_norm",
+    "rope",
+    "rope_table",
+    "sample",
+    "softmax",
+    "swiglu",
+    "token_logprobs",
+    "top_logprobs",
+]
 
 
 def __getattr__(name: str) -> Any:
