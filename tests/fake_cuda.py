@@ -1,7 +1,7 @@
 """A CUDA driver that records launches: the launch path is tested without a GPU, down to the bytes it hands over.
 
-The structures are read by the offsets of cuda.h (CUlaunchConfig 56 bytes, CUlaunchAttribute 72 bytes), independently of the
-code under test.
+The structures are read by the offsets of cuda.h (CUlaunchConfig 56 bytes, CUlaunchAttribute 72 bytes), independently
+of the code under test.
 """
 
 from __future__ import annotations

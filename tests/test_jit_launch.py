@@ -79,9 +79,8 @@ def test_every_parameter_reaches_the_driver_with_its_c_type(cuda: FakeCuda, mixe
     (launch,) = cuda.library.launches
     assert (launch.grid, launch.block) == ((3, 2, 1), (64, 1, 1))
     assert (launch.shared_mem, launch.stream, launch.attributes) == (128, STREAM, [])
-    read = [
-        struct.unpack("=" + f, raw)[0] for f, raw in zip(["Q", "Q", "i", "f", "H", "?", "q", "8s", "B", "e", "d"], cuda.library.snapshots[0])
-    ]
+    formats = ["Q", "Q", "i", "f", "H", "?", "q", "8s", "B", "e", "d"]
+    read = [struct.unpack("=" + f, raw)[0] for f, raw in zip(formats, cuda.library.snapshots[0])]
     bits = int(np.array(1.5, ml_dtypes.bfloat16).view(np.uint16))
     assert read[:2] == [args[0].data.ptr, args[1].data.ptr]
     assert read[2:] == [7, 0.5, bits, True, 2**40, struct.pack("if", 3, 0.25), 200, 2.5, 1e300]
@@ -402,7 +401,9 @@ def test_foreign_arrays_are_taken_without_a_copy(
     y = cuda.array(16, np.float32)
 
     class Foreign:
-        __cuda_array_interface__ = {"shape": (16,), "typestr": "<f4", "version": 3}
+        @property
+        def __cuda_array_interface__(self) -> dict[str, Any]:
+            return {"shape": (16,), "typestr": "<f4", "version": 3}
 
     monkeypatch.setattr(cupy, "asarray", lambda value: y)
     mixed(1, 1, values(cuda, y=Foreign()))

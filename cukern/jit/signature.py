@@ -220,18 +220,17 @@ def parse(text: str, expression: str) -> Signature:
     code = strip_comments(text)
     base, arguments = split_name(expression)
     candidates = [d for d in _declarations(code) if d[0] == base]
-    bodies = {_normalise(p) for _, p, _ in candidates}
-    if not candidates or len(bodies) != 1:
+    read = [_parameters(code, params, start, arguments) for _, params, start in candidates]
+    if len({tuple((p.kind, p.dtype) for p in parameters) for parameters in read}) != 1:
         return Signature(base, None)  # unknown here, or overloaded: the compiler decides
-    _, params, start = candidates[-1]
+    return Signature(base, read[-1])
+
+
+def _parameters(code: str, params: str, start: int, arguments: list[str]) -> tuple[Parameter, ...]:
     aliases = _aliases(code)
     aliases.update(_template_bindings(code, start, arguments))
-    parameters = []
-    for i, part in enumerate(split_commas(params)):
-        if part == "void" and i == 0:
-            continue
-        parameters.append(_parameter(part, i, aliases))
-    return Signature(base, tuple(parameters))
+    parts = split_commas(params)
+    return () if parts == ["void"] else tuple(_parameter(part, i, aliases) for i, part in enumerate(parts))
 
 
 def _normalise(params: str) -> str:
