@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cukern.engine.blocks import BlockPool, blocks_for
 from cukern.engine.sequence import Sequence
@@ -30,16 +30,18 @@ class StepPlan:
         Tokens that each computes, from its ``num_computed`` on.
     is_decode : bool
         Every count is 1, and each sequence gets a new token.
+    sampled : list of int
+        Indices of the sequences whose last token is computed, so that a next one is drawn.
     """
 
     sequences: list[Sequence]
     counts: list[int]
     is_decode: bool
+    sampled: list[int] = field(init=False)
 
-    @property
-    def sampled(self) -> list[int]:
-        """Indices of the sequences whose last token is computed, so that a next one is drawn."""
-        return [i for i, (s, n) in enumerate(zip(self.sequences, self.counts)) if n == s.num_pending]
+    def __post_init__(self) -> None:
+        sampled = [i for i, (s, n) in enumerate(zip(self.sequences, self.counts)) if n == s.num_pending]
+        object.__setattr__(self, "sampled", sampled)
 
 
 class Scheduler:
