@@ -123,7 +123,7 @@ def test_bad_input(backend: Any, rng: np.random.Generator) -> None:
         ops.kv_cache_write(k, v, k_cache, v_cache, slots[:2])
     with pytest.raises(ValueError, match="k_cache has shape"):
         ops.kv_cache_write(k, v, backend.put(np.ones((2, 3, 16, 16), np.float16)), v_cache, slots)
-    with pytest.raises(ValueError, match="v_cache .*, expected one shape"):
+    with pytest.raises(ValueError, match=r"v_cache .*, expected one shape"):
         ops.kv_cache_write(k, v, k_cache, backend.put(np.ones((3, 2, 16, 16), np.float16)), slots)
     with pytest.raises(TypeError, match="v_cache has dtype bfloat16"):
         ops.kv_cache_write(k, v, k_cache, backend.put(np.ones((2, 2, 16, 16), BF16)), slots)

@@ -169,7 +169,7 @@ def test_positions_outside_the_table(backend: Any, rng: np.random.Generator) -> 
         result = backend.get(ops.rope(backend.put(x), backend.put(positions), backend.put(table)))
         assert np.isnan(result[[1, 2, 4, 5]]).all()
         assert np.isfinite(result[[0, 3]]).all()
-        with pytest.raises(ValueError, match="positions contains .*, expected 0 to 9"):
+        with pytest.raises(ValueError, match=r"positions contains .*, expected 0 to 9"):
             reference.rope(x, positions, table)
 
 
