@@ -124,6 +124,41 @@ def test_accuracy(
     assert case.untouched(v_cache, everything)
 
 
+def contract(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """q and k by the order of sums that qk_norm_rope_cache.cu states, in NumPy float32."""
+    half, lanes = case.dim // 2, 16
+    x = case.qkv[:, : case.heads + case.kv_heads].astype(np.float32)
+    sums = np.zeros((*x.shape[:2], lanes), np.float32)  # lanes past D/16 add zeros
+    for first in (0, half):
+        for j in range(8):
+            own = x[:, :, first + j : first + half : 8].astype(np.float64)
+            sums[:, :, : half // 8] = (own * own + sums[:, :, : half // 8]).astype(np.float32)
+    width = 1 << (case.dim // 16 - 1).bit_length()
+    while width > 1:
+        width //= 2
+        sums = sums + sums[:, :, np.arange(lanes) ^ width]
+    scale = np.float32(1) / np.sqrt(sums[:, :, :1] / np.float32(case.dim) + np.float32(EPS))
+    weight = np.stack([case.q_weight] * case.heads + [case.k_weight] * case.kv_heads)
+    normed = x * scale * weight
+    angles = case.table[case.positions][:, None]
+    a, b = normed[..., :half], normed[..., half:]
+    cos, sin = angles[..., :half], angles[..., half:]
+    wide = a.astype(np.float64) * cos - b * sin, b.astype(np.float64) * cos + a * sin  # fma: one rounding each
+    rotated = np.concatenate(wide, -1).astype(np.float32).astype(case.dtype)
+    return rotated[:, : case.heads], rotated[:, case.heads :]
+
+
+@DTYPES
+@pytest.mark.parametrize("dim", [128, 80, 16])
+def test_order_of_sums(backend: Any, rng: np.random.Generator, dtype: np.dtype, dim: int) -> None:
+    """Bit for bit: a later, faster kernel must give the same."""
+    case = Case(rng, dtype, tokens=40, heads=6, kv_heads=3, dim=dim)
+    q, k_cache, _ = case.run(backend)
+    want_q, want_k = contract(case)
+    np.testing.assert_array_equal(q, want_q)
+    np.testing.assert_array_equal(case.at_slots(k_cache), want_k)
+
+
 def test_int32_positions(backend: Any, rng: np.random.Generator) -> None:
     case = Case(rng, BF16, index=np.int32)
     q, k_cache, _ = case.run(backend)
