@@ -198,14 +198,14 @@ __global__ void __launch_bounds__(Warps * 32, Warps == 4 ? (D <= 64 ? 3 : 2) : 1
   auto copy_keys = [&](int t) {
     T *const dst = s_k + t % Stages * TILE * D;
     if constexpr (Paged)
-      copy_pages<T, D, TILE, Threads, Kv::key>(dst, rare.k, k_sequence, k_token, pages, t * TILE, len, page_shift, num_blocks);
+      copy_pages<T, D, TILE, Threads, Kv::key, 2>(dst, rare.k, k_sequence, k_token, pages, t * TILE, len, page_shift, num_blocks);
     else
       copy_rows<T, D, TILE, Threads>(dst, k_rows + (i64)t * TILE * k_token, k_token, len - t * TILE);
   };
   auto copy_values = [&](int t) {
     T *const dst = s_v + t % Stages * TILE * D;
     if constexpr (Paged)
-      copy_pages<T, D, TILE, Threads, Kv::value>(dst, rare.v, v_sequence, v_token, pages, t * TILE, len, page_shift, num_blocks);
+      copy_pages<T, D, TILE, Threads, Kv::value, 2>(dst, rare.v, v_sequence, v_token, pages, t * TILE, len, page_shift, num_blocks);
     else
       copy_rows<T, D, TILE, Threads>(dst, v_rows + (i64)t * TILE * v_token, v_token, len - t * TILE);
   };

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 # Eager: an operator has the name of its module, and importing a submodule later would rebind the name to the module.
 # A new operator adds a line here, in cukern/reference/__init__.py and in docs/operators.md.
+from cukern.ops.attention_decode import attention_decode
 from cukern.ops.attention_prefill import attention_prefill
 from cukern.ops.embedding import embedding
 from cukern.ops.kv_cache_write import kv_cache_write
@@ -18,13 +16,9 @@ from cukern.ops.sampling import argmax, sample, top_logprobs
 from cukern.ops.softmax import log_softmax, softmax, token_logprobs
 from cukern.ops.swiglu import swiglu
 
-# operators that move to the imports above as their modules land
-_PENDING = {
-    "attention_decode": "attention_decode",
-}
-
 __all__ = [
     "argmax",
+    "attention_decode",
     "attention_prefill",
     "embedding",
     "kv_cache_write",
@@ -40,9 +34,3 @@ __all__ = [
     "token_logprobs",
     "top_logprobs",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _PENDING:
-        return getattr(importlib.import_module(f"cukern.ops.{_PENDING[name]}"), name)
-    raise AttributeError(f"module 'cukern.ops' has no attribute {name!r}")

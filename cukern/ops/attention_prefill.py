@@ -307,10 +307,10 @@ def _check(
     check_heads(_NAME, place, q, heads, kv_heads, head_dim)
     if place.kind == "reference" and cu_q is not None:
         check_lengths(_NAME, "cu_seqlens_q", cu_q, q.shape[0])
-        if tables is not None:
-            check_pages(_NAME, tables, seq_lens, k.shape[0], k.shape[2])
-        else:
+        if cu_k is not None:
             check_lengths(_NAME, "cu_seqlens_k", cu_k, k.shape[0])
+        if tables is not None and seq_lens is not None:
+            check_pages(_NAME, tables, seq_lens, k.shape[0], k.shape[2])
     return batch, cu_q, cu_k, tables, seq_lens
 
 

@@ -76,12 +76,12 @@ enum class Kv { key, value };
 
 // Copies keys [key0, key0 + Rows) of one head out of a paged cache (cache points at the head in block 0); keys >= len are
 // zero-filled. A block id outside the cache is not followed: its keys become NaN and with them the rows that see them.
-template <class T, int Columns, int Rows, int Threads, Kv kind>
+template <class T, int Columns, int Rows, int Threads, Kv kind, int Unroll>
 __device__ __forceinline__ void copy_pages(T *tile, const T *cache, i64 block_stride, int stride, int pages, int key0,
                                            int len, int page_shift, int num_blocks) {
   constexpr int pieces = Columns / 8, total = Rows * pieces;
   const int mask = (1 << page_shift) - 1;
-#pragma unroll 2  // unrolled, its loop invariants would fill the registers of the caller's loop
+#pragma unroll Unroll  // fully unrolled, its loop invariants would fill the registers of the prefill loop
   for (int n = threadIdx.x; n < ceil_div(total, Threads) * Threads; n += Threads) {
     const int row = n / pieces, piece = n % pieces;
     const int block = __shfl_sync(0xffffffffu, pages, row >> page_shift);

@@ -1,0 +1,247 @@
+"""Attention of one new query per sequence over a paged cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cukern.jit import device, kernel
+from cukern.ops._arrays import CTYPES, FLOAT32, Array, Place, check_out, check_shape, place_arrays
+from cukern.ops._attention import (
+    HEAD_DIMS,
+    check_caches,
+    check_heads,
+    check_index,
+    check_pages,
+    softmax_constants,
+    strided,
+)
+from cukern.ops._numerics import ATTN_CHUNK, ATTN_TILE
+from cukern.reference.attention_decode import attention_decode as reference_attention_decode
+
+__all__ = ["attention_decode", "kernel_variants"]
+
+_NAME = "attention_decode"
+_THREADS = 256
+_CTAS_PER_SM = 2
+
+
+def attention_decode(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    *,
+    scale: float | None = None,
+    max_seq_len: int | None = None,
+    return_lse: bool = False,
+    out: Array | None = None,
+) -> Array | tuple[Array, Array]:
+    """``softmax(scale * q k^T) v`` of one query per sequence over its first ``seq_lens`` cached keys, grouped-query.
+
+    The keys are split into chunks of 128 that run side by side and are merged in ascending order (split-KV decoding,
+    Dao et al. 2023): a row has the same bits at any batch size and length of its neighbours, and the same as the last
+    row of ``attention_prefill``. Nothing about the launch depends on values on the device, so it can be captured into
+    a graph whose lengths and tables change between replays.
+
+    Parameters
+    ----------
+    q : array [B, Hq, D]
+        float16 or bfloat16; D a multiple of 16 up to 256. A view whose rows start at multiples of 16 bytes is taken as
+        it is, another is copied; the same for the caches.
+    k_cache, v_cache : array [num_blocks, Hkv, block_size, D]
+        Hq is a multiple of Hkv; block_size 16, 32, 64, 128 or 256.
+    block_tables : array [B, max_blocks], int32
+        Blocks of each sequence in order. Columns past its length are not read.
+    seq_lens : array [B], int32
+        Keys of each sequence.
+    scale : float, optional
+        Factor of the scores, positive; default 1 / sqrt(D).
+    max_seq_len : int, optional
+        No sequence is longer (known on the host); makes the launch and the workspace smaller than the
+        ``max_blocks * block_size`` that the tables could hold. A longer sequence gives NaN.
+    return_lse : bool
+        Also return the natural logarithm of the sum of exponentials of the scaled scores.
+    out : array [B, Hq, D], optional
+        Written and returned; contiguous, dtype of q.
+
+    Returns
+    -------
+    array [B, Hq, D], dtype of q
+        Zero for a sequence of length 0.
+    lse : float32 [B, Hq], only with `return_lse`
+        -inf for a sequence of length 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Wrong dtypes or shapes. For NumPy input without emulation also wrong lengths or block ids; a GPU clamps lengths
+        to the tables instead, and a block id outside the cache gives NaN.
+    """
+    return _attention_decode(q, k_cache, v_cache, block_tables, seq_lens, scale, max_seq_len, return_lse, out, None)
+
+
+def _attention_decode_splits(
+    splits: int,
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    *,
+    scale: float | None = None,
+    max_seq_len: int | None = None,
+    return_lse: bool = False,
+    out: Array | None = None,
+) -> Array | tuple[Array, Array]:
+    """:func:`attention_decode` with the chunks of a sequence over ``splits`` CTAs, for tests and tuning."""
+    return _attention_decode(q, k_cache, v_cache, block_tables, seq_lens, scale, max_seq_len, return_lse, out, splits)
+
+
+def _attention_decode(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    scale: float | None,
+    max_seq_len: int | None,
+    return_lse: bool,
+    out: Array | None,
+    splits: int | None,
+) -> Array | tuple[Array, Array]:
+    place, (q, k_cache, v_cache, block_tables, seq_lens, out) = place_arrays(
+        _NAME, q=q, k_cache=k_cache, v_cache=v_cache, block_tables=block_tables, seq_lens=seq_lens, out=out
+    )
+    check_shape(_NAME, "q", q, (None, None, None))
+    batch, heads, head_dim = q.shape
+    check_caches(_NAME, place, ("k_cache", "v_cache"), k_cache, v_cache, head_dim, q.dtype)
+    check_heads(_NAME, place, q, heads, k_cache.shape[1], head_dim)
+    block_tables = check_index(_NAME, "block_tables", block_tables, (batch, None), place)
+    seq_lens = check_index(_NAME, "seq_lens", seq_lens, (batch,), place)
+    value, c = softmax_constants(_NAME, scale, head_dim)
+    if max_seq_len is not None and max_seq_len < 0:
+        raise ValueError(f"{_NAME}: max_seq_len must be 0 or more, got {max_seq_len}")
+    if out is not None:
+        check_out(_NAME, out, q.shape, q.dtype)
+    if place.kind == "reference":
+        check_pages(_NAME, block_tables, seq_lens, k_cache.shape[0], k_cache.shape[2])
+        return reference_attention_decode(
+            q, k_cache, v_cache, block_tables, seq_lens, scale=value, return_lse=return_lse, out=out
+        )
+    if out is None:
+        out = place.empty(q.shape, q.dtype)
+    lse = place.empty(q.shape[:-1], FLOAT32) if return_lse else None
+    if q.size:
+        capacity = block_tables.shape[1] * k_cache.shape[2]
+        max_len = capacity if max_seq_len is None else min(capacity, int(max_seq_len))
+        _launch(q, k_cache, v_cache, block_tables, seq_lens, out, lse, max_len, value, c, place, splits)
+    return out if lse is None else (out, lse)
+
+
+def _launch(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    out: Array,
+    lse: Array | None,
+    max_len: int,
+    scale: float,
+    c: float,
+    place: Place,
+    splits: int | None,
+) -> None:
+    batch, heads, head_dim = q.shape
+    num_blocks, kv_heads, block_size, _ = k_cache.shape
+    group = heads // kv_heads
+    items = batch * kv_heads * -(-group // 16)
+    max_chunks = max(1, -(-max_len // ATTN_CHUNK))
+    if splits is None:
+        splits = select_splits(items, max_chunks, device().sm_count)
+    splits = max(1, min(splits, max_chunks))
+    q_flat, (q_sequence, q_head) = strided(_NAME, "q", q, place)
+    k_flat, k_strides = strided(_NAME, "k_cache", k_cache, place)
+    v_flat, v_strides = strided(_NAME, "v_cache", v_cache, place)
+    max_blocks, page_shift = block_tables.shape[1], block_size.bit_length() - 1
+    if items * splits >= 2**31 or batch * heads * -(-head_dim // 32) >= 2**31:
+        raise ValueError(f"{_NAME}: q has shape {tuple(q.shape)}, too many (sequence, head) pairs for one launch")
+    split = splits > 1
+    part_acc = place.empty((batch, heads, max_chunks, head_dim), FLOAT32) if split else None
+    part_stats = place.empty((batch, heads, max_chunks, 8), FLOAT32) if split else None
+    template = (CTYPES[q.dtype], head_dim, ATTN_CHUNK)
+    program = kernel("attention_decode.cu", _NAME, template)
+    program(
+        (items * splits,),
+        (_THREADS,),
+        (
+            q_flat,
+            k_flat,
+            v_flat,
+            block_tables,
+            seq_lens,
+            out,
+            lse,
+            part_acc,
+            part_stats,
+            batch,
+            heads,
+            group,
+            q_sequence,
+            q_head,
+            *k_strides,
+            *v_strides,
+            max_blocks,
+            page_shift,
+            num_blocks,
+            max_len,
+            max_chunks,
+            splits,
+            scale,
+            c,
+        ),
+        shared_mem=shared_bytes(head_dim),
+    )
+    if split:
+        merge = kernel("attention_decode.cu", "attention_decode_merge", template)
+        merge(
+            (batch * heads * -(-head_dim // 32),),
+            (128,),
+            (
+                part_acc,
+                part_stats,
+                seq_lens,
+                out,
+                lse,
+                heads,
+                max_blocks,
+                page_shift,
+                max_len,
+                max_chunks,
+                scale,
+                c,
+            ),
+        )
+
+
+def select_splits(items: int, max_chunks: int, sm_count: int) -> int:
+    """CTAs per sequence and key/value head: as many as fill the GPU once, at most one a chunk. No effect on results."""
+    return max(1, min(_CTAS_PER_SM * sm_count // items, max_chunks))
+
+
+def shared_bytes(head_dim: int) -> int:
+    """Dynamic shared memory of the kernel: keys and values, the 16 query rows, p, and statistics per 16 keys."""
+    span = ATTN_CHUNK if head_dim <= 128 else ATTN_TILE
+    groups = span // 16
+    return (2 * span + 16) * head_dim * 2 + 16 * span * 2 + 16 * groups * 4 + 64 * groups * 4
+
+
+def kernel_variants() -> list[tuple[str, str, tuple[Any, ...], None]]:
+    """Kernels to compile ahead and to check for register spills: every head_dim, both dtypes."""
+    return [
+        ("attention_decode.cu", name, (ctype, head_dim, ATTN_CHUNK), None)
+        for head_dim in HEAD_DIMS
+        for ctype in ("half", "bf16")
+        for name in (_NAME, "attention_decode_merge")
+    ]
