@@ -153,7 +153,7 @@ def test_cpu_greedy(name: str, block_size: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "device"),
-    [("tied-fp16", "emulated"), ("untied-bf16-sharded", "emulated"), ("yarn-fp16", "emulated")]
+    [(name, "emulated") for name in [*FIXTURES, "demo-qwen3"]]
     + [pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in [*FIXTURES, "demo-qwen3"]],
 )
 def test_half_precision_logits(name: str, device: str) -> None:
@@ -171,19 +171,21 @@ def test_half_precision_logits(name: str, device: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "device"),
-    [("tied-fp16", "emulated"), ("untied-bf16-sharded", "emulated")]
+    [("tied-fp16", "emulated"), ("untied-bf16-sharded", "emulated"), ("demo-qwen3", "emulated")]
     + [pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in [*FIXTURES, "demo-qwen3"]],
 )
 def test_half_precision_greedy(name: str, device: str) -> None:
     want = golden(name)
-    steps = 4 if device == "emulated" else want["greedy_ids"].shape[1]
+    steps = want["greedy_ids"].shape[1]
+    if (name, device) == ("demo-qwen3", "emulated"):
+        steps = 6  # half a second each
     ids, _ = greedy(model_of(name, device), want["input_ids"], steps)
     for row in range(len(ids)):
         close = want["greedy_gap"][row, :steps] < 2 * want["lowp_max_err"]
         sure = int(np.argmax(close)) if close.any() else steps  # from a near tie on, either continuation is right
         np.testing.assert_array_equal(ids[row, :sure], want["greedy_ids"][row, :sure])
     if name == "demo-qwen3":
-        np.testing.assert_array_equal(ids, want["greedy_ids"])  # no near tie on this path
+        np.testing.assert_array_equal(ids, want["greedy_ids"][:, :steps])  # no near tie on this path
 
 
 @pytest.mark.parametrize("device", ["emulated", GPU])
