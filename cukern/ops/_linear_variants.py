@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cukern.ops._numerics import segment_length
 
@@ -93,7 +93,7 @@ class RowsVariant:
         ring = 16 + self.stages * self.slots * (self.rows + self.mt) * self.bk * 2
         return (
             (segment != 0 or self.slots == 1)
-            and self.rows // self.warps % unit == 0
+            and self.rows % (self.warps * unit) == 0
             and self.threads <= 1024
             and ring + self.slots * self.mt * self.rows * 4 <= MAX_SHARED
         )
@@ -153,19 +153,43 @@ def _rows_whole(mt: int, rows: int) -> RowsVariant | None:
     return None
 
 
-def candidates(m: int, n: int, k: int) -> Iterator[Variant]:
-    """Everything worth trying for a product [m, k] x [n, k]^T; what the tuning script times."""
+def _row_choices(m: int, n: int, k: int) -> Iterator[RowsVariant]:
+    mt = _row_tile(m)
+    for rows in (8, 16, 32, 64):
+        found = _rows_with_segments(mt, rows, -(-k // 256)) if template_segment(n, k) else _rows_whole(mt, rows)
+        if found is not None:
+            yield found
+
+
+# Tiles that are timed by the tuning script but not chosen.
+_MORE_TILES = (
+    TileVariant(128, 128, 64, 64, 32, 3),
+    TileVariant(128, 128, 64, 64, 64, 3, 2),
+    TileVariant(256, 128, 32, 64, 64, 4),
+    TileVariant(128, 64, 64, 64, 32, 4, 2),
+    TileVariant(64, 128, 64, 32, 64, 3, 2),
+    TileVariant(64, 64, 64, 32, 32, 3, 3),
+)
+
+
+def candidates(m: int, n: int, k: int) -> list[Variant]:
+    """Everything worth timing for a product [m, k] x [n, k]^T: what :func:`select` chooses from, and its neighbours."""
     segment = template_segment(n, k)
+    found: list[Variant] = []
     if m <= 2 * ROWS_MAX_M:
-        mt = _row_tile(m)
-        for rows in (8, 16, 32, 64):
-            found = _rows_with_segments(mt, rows, -(-k // 256)) if segment else _rows_whole(mt, rows)
-            if found is not None:
-                yield found
+        for base in _row_choices(m, n, k):
+            found.append(base)
+            if base.rows % 16 == 0:
+                units = base.rows // 16
+                found.append(replace(base, weight_a=not base.weight_a, warps=min(base.warps, units)))
+            if segment == 0:
+                found += [replace(base, bk=64, stages=min(8, 2 * base.stages)), replace(base, bk=256, stages=3)]
+                found += [replace(base, stages=3), replace(base, warps=base.warps * 2)]
+            else:
+                found += [replace(base, stages=2), replace(base, bk=128, stages=2), replace(base, warps=2)]
     if m > 16:
-        for tile in _TILES:
-            if tile.fits(segment):
-                yield tile
+        found += [*_TILES, *_MORE_TILES]
+    return [v for v in dict.fromkeys(found) if v.fits(segment)]
 
 
 @functools.lru_cache(maxsize=8192)
@@ -193,9 +217,7 @@ def select(m: int, n: int, k: int, aligned: bool, sm_count: int) -> Variant:
     if m <= ROWS_MAX_M:
         best: Variant | None = None
         best_cost = float("inf")
-        for variant in candidates(m, n, k):
-            if not isinstance(variant, RowsVariant):
-                continue
+        for variant in _row_choices(m, n, k):
             blocks = -(-n // variant.rows)
             # rows of the weight that the busiest multiprocessor streams, and the rows of x that come with each block
             cost = -(-blocks // sm_count) * (variant.rows + 0.25 * min(m, variant.mt) + 1)
