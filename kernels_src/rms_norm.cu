@@ -86,6 +86,7 @@ __global__ void __launch_bounds__(Warps == 1 ? 32 * ROWS_PER_BLOCK : 32 * Warps)
   constexpr int Stride = Width * 32 * Warps;      // from one access of a thread to its next
   constexpr int Parts = STEP / Stride;            // accesses in a step
   constexpr int Held = Steps > 0 ? Steps : 4;     // steps in registers at a time
+  constexpr int Group = Residual && Held * Parts > 4 ? 4 : Held * Parts;  // accesses in flight: with x, twice as many
   typedef typename Either<Residual, float, X>::type H;  // what is normalised, as it stays in registers
 
   __shared__ float groups[8];
@@ -100,32 +101,35 @@ __global__ void __launch_bounds__(Warps == 1 ? 32 * ROWS_PER_BLOCK : 32 * Warps)
   float sums[Parts][Lanes] = {};
   for (i64 base = 0; base < columns; base += Held * STEP) {
     const i64 left = columns - first - base;  // valid elements from this thread's first one
-    Vec<X, Width> added[Residual ? Held * Parts : 1];
 #pragma unroll
-    for (int i = 0; i < Held * Parts; ++i) {
-      const int at = i * Stride;
-      if (at < left) {
-        if constexpr (Residual) {
-          held[i] = load_part<Vector, Width>(residual + base + at, left - at);
-          added[i] = load_part<Vector, Width>(x + base + at, left - at);
-        } else {
-          held[i] = load_part<Vector, Width>(x + base + at, left - at);
+    for (int group = 0; group < Held * Parts; group += Group) {
+      Vec<X, Width> added[Residual ? Group : 1];
+#pragma unroll
+      for (int i = group; i < group + Group; ++i) {
+        const int at = i * Stride;
+        if (at < left) {
+          if constexpr (Residual) {
+            held[i] = load_part<Vector, Width>(residual + base + at, left - at);
+            added[i - group] = load_part<Vector, Width>(x + base + at, left - at);
+          } else {
+            held[i] = load_part<Vector, Width>(x + base + at, left - at);
+          }
         }
       }
-    }
 #pragma unroll
-    for (int i = 0; i < Held * Parts; ++i) {
-      const int at = i * Stride;
-      if (at < left) {
-        if constexpr (Residual) {
+      for (int i = group; i < group + Group; ++i) {
+        const int at = i * Stride;
+        if (at < left) {
+          if constexpr (Residual) {
 #pragma unroll
-          for (int j = 0; j < Width; ++j) held[i].v[j] += to_float(added[i].v[j]);
-          store_part<Vector, Width>(residual + base + at, held[i].v, left - at);
-        }
+            for (int j = 0; j < Width; ++j) held[i].v[j] += to_float(added[i - group].v[j]);
+            store_part<Vector, Width>(residual + base + at, held[i].v, left - at);
+          }
 #pragma unroll
-        for (int j = 0; j < Width; ++j) {
-          const float value = to_float(held[i].v[j]);
-          sums[i % Parts][j / 4] = fmaf(value, value, sums[i % Parts][j / 4]);
+          for (int j = 0; j < Width; ++j) {
+            const float value = to_float(held[i].v[j]);
+            sums[i % Parts][j / 4] = fmaf(value, value, sums[i % Parts][j / 4]);
+          }
         }
       }
     }
