@@ -25,6 +25,9 @@ FAULTS: dict[int, type[errors.KernelFault]] = {  # enum FaultKind
 }
 
 
+DYNAMIC_SHARED, STATIC_SHARED = 1, 2  # enum SharedKind
+
+
 class Range(C.Structure):
     """Memory that a kernel may use."""
 
@@ -42,10 +45,12 @@ class Fault(C.Structure):
         ("argument", C.c_int32),
         ("has_block", C.c_int32),
         ("has_thread", C.c_int32),
+        ("shared", C.c_int32),
         ("block", C.c_uint32 * 3),
         ("thread", C.c_uint32 * 3),
         ("pc", C.c_uint64),
         ("address", C.c_uint64),
+        ("offset", C.c_int64),
         ("file", C.c_char * 256),
         ("text", C.c_char * 1024),
     )
@@ -70,7 +75,8 @@ class Launch(C.Structure):
         ("timeout", C.c_double),
         ("ranges", C.POINTER(Range)),
         ("range_count", C.c_int32),
-        ("reserved", C.c_int32),
+        ("guard_count", C.c_int32),
+        ("guards", C.POINTER(C.c_uint32)),
         ("fault", Fault),
         ("print_buffer", C.c_void_p),
         ("print_capacity", C.c_uint64),

@@ -75,7 +75,7 @@ class Arguments:
         return C.create_string_buffer(a.tobytes(), p.size)
 
     def _object(self, name: str, a: Any, size: int) -> Any:
-        """A struct by value: a NumPy scalar (half, bfloat16, a record), bytes or a ctypes structure of the same size."""
+        """A struct by value: a NumPy scalar (half, a record), bytes or a ctypes structure of the same size."""
         if isinstance(a, (np.generic, np.ndarray)):
             data = a.tobytes()
         else:

@@ -37,6 +37,11 @@ class _Binary:
         ]
         self.thunk = C.cast(self.library.emu_thunk, C.c_void_p).value
         self.anchor = C.cast(self.library.emu_tls_anchor, C.c_void_p).value
+        variables = symbols.shared_variables(path)
+        self.shared = [v for v in variables if not v.guard]
+        guards = [v.offset for v in variables if v.guard]
+        self.guards = (C.c_uint32 * len(guards))(*guards)
+        self.static_bytes = sum(v.size for v in self.shared)
 
 
 class EmulatedKernel:
@@ -109,14 +114,16 @@ class EmulatedKernel:
         settings = current()
         binary = self.binary(settings.check)
         record = _native.Launch(thunk=binary.thunk, tls_anchor=binary.anchor)
+        record.fault.argument = -1
         record.grid[:], record.block[:] = self._extent(grid, "grid"), self._extent(block, "block")
-        self._check_extents(record, shared_mem, cooperative)
+        self._check_extents(record, shared_mem, cooperative, binary.static_bytes)
         arguments = Arguments(self.name, binary.params, self.parameter_name, args)
         if not settings.check:
             arguments.guard()
         record.args = C.addressof(arguments.pointers)
         record.ranges, record.range_count = arguments.ranges, len(arguments.arrays)
         record.dynamic_bytes, record.dynamic_align = shared_mem, max(16, self._prepared.dynamic_align)
+        record.guards, record.guard_count = binary.guards, len(binary.guards)
         record.cooperative, record.check = int(cooperative), int(settings.check)
         self._apply(record, settings)
         printed = _print_buffer() if self._prepared.prints else None
@@ -130,16 +137,11 @@ class EmulatedKernel:
                 sys.stdout.write(printed.raw[: record.print_used].decode(errors="replace"))
                 if record.print_lost:
                     sys.stdout.write(f"[{record.print_lost} more bytes of device printf were dropped]\n")
-        self.stats = {n: getattr(record, n) for n in ("switches", "collectives", "static_bytes")}
+        self.stats = {"switches": record.switches, "collectives": record.collectives, "shared": binary.static_bytes}
         if record.fault.kind:
             raise self._explain(record, binary, arguments)
         if overrun:
             raise self._overrun(arguments, *overrun)
-        if record.static_bytes > STATIC_SHARED_LIMIT + 64:
-            raise LaunchError(
-                f"kernel {self.name} declares {record.static_bytes} bytes of static shared memory; "
-                f"the limit is {STATIC_SHARED_LIMIT}: use extern __shared__ and shared_mem="
-            )
 
     @staticmethod
     def _apply(record: _native.Launch, settings: Settings) -> None:
@@ -156,15 +158,21 @@ class EmulatedKernel:
         x, y, z = (*values, 1, 1)[:3]
         return x, y, z
 
-    def _check_extents(self, record: _native.Launch, shared_mem: int, cooperative: bool) -> None:
+    def _check_extents(self, record: _native.Launch, shared_mem: int, cooperative: bool, static: int) -> None:
         grid, block = tuple(record.grid), tuple(record.block)
         threads = block[0] * block[1] * block[2]
         if not 0 < threads <= 1024 or block[2] > 64:
             raise LaunchError(f"kernel {self.name}: block={block} is not 1 to 1024 threads (and z at most 64)")
         if min(grid) < 1 or grid[0] > 2**31 - 1 or max(grid[1:]) > 65535:
             raise LaunchError(f"kernel {self.name}: grid={grid} is outside 1..2**31-1, 1..65535, 1..65535")
-        if not 0 <= shared_mem <= SHARED_LIMIT:
-            raise LaunchError(f"kernel {self.name}: shared_mem={shared_mem} is outside 0..{SHARED_LIMIT} bytes")
+        if static > STATIC_SHARED_LIMIT:
+            raise LaunchError(
+                f"kernel {self.name} has {static} bytes of static shared memory, the limit is {STATIC_SHARED_LIMIT}: "
+                "use extern __shared__ and shared_mem="
+            )
+        if not 0 <= shared_mem <= SHARED_LIMIT - static:
+            limit = SHARED_LIMIT - static
+            raise LaunchError(f"kernel {self.name}: shared_mem={shared_mem} is outside 0..{limit} bytes")
         if cooperative and grid[0] * grid[1] * grid[2] > 256:
             raise LaunchError(f"kernel {self.name}: a cooperative launch of more than 256 blocks is not emulated")
 
@@ -183,6 +191,11 @@ class EmulatedKernel:
             argument, shape = self.parameter_name(fault.argument), arguments.arrays[fault.argument].shape
             index, detail = arguments.locate(fault.argument, fault.address)
             message += f": argument {argument!r} {detail}"
+        elif fault.shared == _native.DYNAMIC_SHARED and fault.kind != 1:  # an overrun says so itself
+            message += f": dynamic shared memory at byte {fault.offset}"
+        elif fault.shared == _native.STATIC_SHARED:
+            v = next((v for v in binary.shared if v.offset <= fault.offset < v.offset + v.size), None)
+            message += f": shared variable {v.name!r} at byte {fault.offset - v.offset} of {v.size}" if v else ""
         block = tuple(fault.block) if fault.has_block else None
         thread = tuple(fault.thread) if fault.has_thread else None
         text = f"kernel {self.name}: {message}"

@@ -73,7 +73,7 @@ def prepare(text: str, name: str, filename: str) -> Prepared:
     for start, end, new in sorted(edits, reverse=True):
         body = body[:start] + new + body[end:]
     head = "" if text.lstrip().startswith("#line") else f'#line 1 "{filename}"\n'
-    out = f'{head}{body}\n#line 1 "<exports>"\nEMU_EXPORT({name})\n'
+    out = f'{head}{body}\n#line 1 "emu/launch.h"\nEMU_EXPORT({name})\n'
     return Prepared(out, align, bool(re.search(r"\bprintf\s*\(", code)), _parameters(code, name))
 
 

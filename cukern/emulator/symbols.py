@@ -6,6 +6,7 @@ an address. So a fault names its line on machines without binutils too.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,44 @@ def positions(path: Path, address: int) -> list[Position]:
         return _Image(path.read_bytes()).positions(address)
     except (struct.error, IndexError, KeyError, ValueError):
         return []  # a debug format that this reader does not know: the fault is reported without a line
+
+
+@dataclass(frozen=True)
+class SharedVariable:
+    """A static __shared__ variable: its place in the block's static shared memory. `guard`: the compiler's own."""
+
+    name: str
+    offset: int
+    size: int
+    guard: bool
+
+
+def shared_variables(path: Path) -> list[SharedVariable]:
+    """The static shared memory of a kernel's shared object, which is its thread-local storage."""
+    try:
+        image = _Image(path.read_bytes())
+    except (struct.error, IndexError, ValueError):
+        return []
+    table, names = image.sections.get(".symtab", b""), _Reader(image.sections.get(".strtab", b""))
+    out = []
+    for at in range(0, len(table) - 23, 24):
+        name, info, _, section, value, size = struct.unpack_from("<IBBHQQ", table, at)
+        if info & 15 != 6 or section == 0:  # STT_TLS, defined here
+            continue
+        names.at = name
+        mangled = names.string()
+        if "emu_tls_anchor" not in mangled:
+            out.append(SharedVariable(_plain(mangled), value, size, mangled.startswith("_ZGV")))
+    return out
+
+
+def _plain(mangled: str) -> str:
+    """The last identifier of a mangled name: ``_ZZ1kE4part`` is ``part``."""
+    for m in reversed(list(re.finditer(r"(?<!\d)(\d+)(?=[A-Za-z_])", mangled))):
+        name = mangled[m.end() : m.end() + int(m[1])]
+        if len(name) == int(m[1]) and re.fullmatch(r"(?:_\d+|E|L|v)*", mangled[m.end() + int(m[1]) :]):
+            return name
+    return mangled
 
 
 class _Reader:
@@ -196,12 +235,13 @@ def _line_program(data: bytes, offset: int, address: int) -> tuple[dict[int, str
     r.number(1)
     line_base, line_range, opcode_base = r.signed(1), r.number(1), r.number(1)
     lengths = [r.number(1) for _ in range(opcode_base - 1)]
-    while r.string():
-        pass
+    folders = [""]
+    while folder := r.string():
+        folders.append("" if folder.startswith("/") else folder + "/")
     files: dict[int, str] = {}
     while name := r.string():
-        files[len(files) + 1] = name
-        r.uleb(), r.uleb(), r.uleb()
+        files[len(files) + 1] = folders[r.uleb()] + name
+        r.uleb(), r.uleb()  # time, length
     r.at = program
     previous: tuple[int, int, int] | None = None
     best: tuple[int, tuple[int, int]] | None = None

@@ -1,8 +1,8 @@
 """How a tensor core adds: candidate rules, and a search for the one that explains the golden results.
 
-A step of mma.m16n8k16 forms exact products, aligns them and the accumulator to the largest exponent, cuts each to a fixed
-number of bits, adds the integers and converts the sum to float32. What differs between GPU generations is how many
-products are summed at once, how many bits are kept, and how the cuts round.
+A step of mma.m16n8k16 forms exact products, aligns them and the accumulator to the largest exponent, cuts each to a
+fixed number of bits, adds the integers and converts the sum to float32. What differs between GPU generations is how
+many products are summed at once, how many bits are kept, and how the cuts round.
 ``python -m tests.conformance.rules`` prints the best rules for golden.npz.
 """
 
@@ -107,7 +107,9 @@ def candidates() -> list[Rule]:
     return [Rule(*x) for x in itertools.product((4, 8, 16), range(22, 31), how, how, (False, True))]
 
 
-def mismatches(rule: Rule, results: dict[str, Array], dtype: str, kinds: list[str], tiles: int | None = None) -> dict[str, int]:
+def mismatches(
+    rule: Rule, results: dict[str, Array], dtype: str, kinds: list[str], tiles: int | None = None
+) -> dict[str, int]:
     """How many results of each kind of data the rule gets wrong in any bit."""
     data = cases.mma_data(dtype)
     out = {}

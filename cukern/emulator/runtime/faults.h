@@ -53,6 +53,11 @@ static void fail_at(FaultKind kind, void *pc, const char *format, ...) {
     f.bytes = (int32_t)bytes;
     f.write = write;
     f.argument = argument;
+    const uintptr_t a = (uintptr_t)address;
+    if (w->dynamic_map && a - (uintptr_t)w->dynamic_map < w->dynamic_capacity + GUARD_BYTES)
+      f.shared = DYNAMIC_SHARED, f.offset = (int64_t)(a - (uintptr_t)w->dynamic);
+    else if (w->statics && a - (uintptr_t)w->statics < w->static_bytes)
+      f.shared = STATIC_SHARED, f.offset = (int64_t)(a - (uintptr_t)w->statics);
   }
   pthread_mutex_unlock(&w->shared->mutex);
   if (file) fail(kind, file, line, "%s", text);

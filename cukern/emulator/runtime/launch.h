@@ -1,5 +1,6 @@
 // A launch: workers take blocks from a counter; the calling thread waits, watches the clock and can cancel.
 #pragma once
+#include "memory_check.h"
 #include "schedule.h"
 #include <errno.h>
 #include <link.h>
@@ -156,10 +157,16 @@ static void on_signal(int signal, siginfo_t *info, void *context) {
     // only out of kernel code: a jump out of malloc or of the scheduler would leave its locks taken
     bool in_kernel = false;
     for (const Segment &s : w->segments) in_kernel |= (uintptr_t)pc >= s.lo && (uintptr_t)pc < s.hi;
-    if (!w->in_fiber || !in_kernel) return;
+    if (!w->in_fiber) return;
+    if (!in_kernel) {  // perhaps in a check, which looks at this when its shortcut fails
+      w->interrupted = true;
+      w->last_range = nullptr;
+      return;
+    }
     if (w->shared->stop) leave(w);
-    fail_at(F_TIMEOUT, pc, "no end after %.1f s: an endless loop, or a wait for another block", w->launch->timeout);
+    fail_at(F_TIMEOUT, (char *)pc + 1, TIMEOUT_TEXT, w->launch->timeout);
   }
+  pc = (char *)pc + 1;  // positions are looked up one byte before, as for a return address
   if (signal == SIGFPE) fail_at(F_ARITHMETIC, pc, "integer division by zero or overflow");
   const char *a = (char *)info->si_addr;
   if (w->current && a >= w->current->stack - GUARD_BYTES && a < w->current->stack + 64)
@@ -249,7 +256,7 @@ static void prepare(Worker *w, LaunchState *s, uint32_t i) {
   if (w->warps.size() < (size_t)w->warp_count) w->warps.resize((size_t)w->warp_count);
   if (w->ready.size() < n + 1) w->ready.resize(n + 1);
   w->permutation.resize(n);
-  w->switches = w->collectives = 0, w->done = 0, w->own_block = i, w->last_range = nullptr;
+  w->switches = w->collectives = 0, w->done = 0, w->own_block = i, w->last_range = nullptr, w->interrupted = false;
   const size_t align = l->dynamic_align, need = (l->dynamic_bytes + 2 * align + 4095) / 4096 * 4096;
   if (!w->dynamic_map || w->dynamic_capacity < need) {
     if (w->dynamic_map) munmap(w->dynamic_map, w->dynamic_capacity + GUARD_BYTES);

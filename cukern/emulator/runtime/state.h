@@ -18,11 +18,13 @@ struct Range {  // memory that the kernel may use
   int32_t read_only, argument;  // argument -1: belongs to the emulator
 };
 struct Fault {
-  int32_t kind, line, write, bytes, argument, has_block, has_thread;
+  int32_t kind, line, write, bytes, argument, has_block, has_thread, shared;  // shared: SharedKind of `offset`
   uint32_t block[3], thread[3];
   uint64_t pc, address;
+  int64_t offset;
   char file[256], text[1024];
 };
+enum SharedKind { NOT_SHARED, DYNAMIC_SHARED, STATIC_SHARED };
 struct Launch {
   void (*thunk)(void **);
   void **args;
@@ -33,7 +35,8 @@ struct Launch {
   uint64_t seed;
   double timeout;
   const Range *ranges;
-  int32_t range_count, reserved;
+  int32_t range_count, guard_count;
+  const uint32_t *guards;  // offsets of the compiler's own variables in static shared memory
   Fault fault;
   char *print_buffer;  // printf output, delivered after the launch
   uint64_t print_capacity, print_used, print_lost;
@@ -150,7 +153,7 @@ struct Worker {
 
   uint64_t switches, collectives;
   sigjmp_buf escape;
-  volatile bool in_fiber;
+  volatile bool in_fiber, interrupted;
   void *signal_stack;
   int done;
   uint32_t own_block;  // cooperative launch: one worker per block
