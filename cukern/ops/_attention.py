@@ -19,6 +19,7 @@ from cukern.ops._arrays import (
 )
 
 __all__ = [
+    "COMPILED_HEAD_DIMS",
     "HEAD_DIMS",
     "PAGE_SIZES",
     "check_caches",
@@ -32,6 +33,9 @@ __all__ = [
 
 HEAD_DIMS = range(16, 257, 16)
 """Head dimensions the kernels are instantiated for."""
+
+COMPILED_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 160, 192, 256)
+"""Those compiled ahead of time and checked for register spills; one of each structure, and the common ones."""
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
 """Tokens per block of a paged cache."""

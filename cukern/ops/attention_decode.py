@@ -7,7 +7,7 @@ from typing import Any
 from cukern.jit import device, kernel
 from cukern.ops._arrays import CTYPES, FLOAT32, Array, Place, check_out, check_shape, place_arrays
 from cukern.ops._attention import (
-    HEAD_DIMS,
+    COMPILED_HEAD_DIMS,
     check_caches,
     check_heads,
     check_index,
@@ -238,10 +238,10 @@ def shared_bytes(head_dim: int) -> int:
 
 
 def kernel_variants() -> list[tuple[str, str, tuple[Any, ...], None]]:
-    """Kernels to compile ahead and to check for register spills: every head_dim, both dtypes."""
+    """Kernels to compile ahead and to check for register spills; other head dimensions are compiled at first use."""
     return [
         ("attention_decode.cu", name, (ctype, head_dim, ATTN_CHUNK), None)
-        for head_dim in HEAD_DIMS
+        for head_dim in COMPILED_HEAD_DIMS
         for ctype in ("half", "bf16")
         for name in (_NAME, "attention_decode_merge")
     ]

@@ -8,7 +8,7 @@ from typing import Any
 from cukern.jit import device, kernel
 from cukern.ops._arrays import CTYPES, FLOAT32, Array, Place, check_dtype, check_out, check_shape, place_arrays
 from cukern.ops._attention import (
-    HEAD_DIMS,
+    COMPILED_HEAD_DIMS,
     check_caches,
     check_heads,
     check_index,
@@ -47,20 +47,22 @@ class Variant:
 
 
 def candidates(head_dim: int) -> list[Variant]:
-    """Variants that exist for a head_dim: they fit the 99 KB of the smallest supported GPU."""
+    """Variants that :func:`select` may choose for a head_dim: they fit the 99 KB of the smallest supported GPU."""
     if head_dim > 128:
         return [Variant(8, 1)]
-    return [Variant(8, 2), Variant(8, 1), Variant(4, 2), Variant(4, 1)]
+    return [Variant(4, 2)] if head_dim <= 64 else [Variant(8, 2), Variant(4, 2), Variant(4, 1)]
 
 
 def select(head_dim: int, q_rows: int, heads: int, sm_count: int, shared_mem_per_sm: int) -> Variant:
-    """The variant for q_rows query tokens in all (an upper bound of any sequence's) on a device."""
+    """The variant for q_rows query tokens in all on a device: from shapes alone, and without effect on the result."""
     if head_dim > 128:
         return Variant(8, 1)
-    tall = Variant(8, 2)
-    if head_dim > 64 and q_rows >= 1024 and q_rows // tall.rows(head_dim) * heads >= 2 * sm_count:
+    tall, small = Variant(8, 2), Variant(4, 2)
+    if head_dim <= 64:
+        return small
+    if q_rows >= 1024 and q_rows // tall.rows(head_dim) * heads >= 2 * sm_count:
         return tall
-    small = Variant(4, 2)  # two CTAs must fit an SM
+    # two CTAs should share an SM; each costs 1 KB of its shared memory beyond what it asks for
     return small if 2 * (small.shared_mem(head_dim) + 2048) <= shared_mem_per_sm else Variant(4, 1)
 
 
@@ -315,10 +317,14 @@ def _check(
 
 
 def kernel_variants() -> list[tuple[str, str, tuple[Any, ...], None]]:
-    """Kernels to compile ahead and to check for register spills: every head_dim, every variant, both dtypes."""
+    """Kernels to compile ahead and to check for register spills.
+
+    half and bf16 differ in one instruction; each tile shape comes once dense in half and once paged in bf16. Head
+    dimensions in between are compiled at first use.
+    """
     return [
         ("attention_prefill.cu", _NAME, variant.template(ctype, head_dim, paged), None)
-        for head_dim in HEAD_DIMS
+        for head_dim in COMPILED_HEAD_DIMS
         for variant in candidates(head_dim)
         for ctype, paged in (("half", False), ("bf16", True))
     ]
