@@ -70,7 +70,7 @@ def short(**options) -> SamplingParams:
 
 def assert_released(llm: LLM) -> None:
     assert llm.num_free_blocks == llm.num_blocks
-    assert llm._open_engine().scheduler.idle
+    assert llm.engine.scheduler.idle
 
 
 # -- golden values -------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def test_preemption_happens_and_is_invisible(make, llm):
     sampling = [short(temperature=0.9, seed=i, max_tokens=20, logprobs=True) for i in range(3)]
     tight = make(num_blocks=6)
     got = tight.generate(prompts, sampling)
-    assert tight._open_engine().scheduler.num_preempted > 0
+    assert tight.engine.scheduler.num_preempted > 0
     expected = llm.generate(prompts, sampling)
     assert [c.token_ids for c in got] == [c.token_ids for c in expected]
     for a, b in zip(got, expected):
@@ -297,7 +297,7 @@ def test_max_tokens(make):
     ],
 )
 def test_bad_prompts_are_refused_before_any_work(llm, monkeypatch, prompts, error, message):
-    monkeypatch.setattr(llm._open_engine(), "step", lambda: pytest.fail("computed something"))
+    monkeypatch.setattr(llm.engine, "step", lambda: pytest.fail("computed something"))
     with pytest.raises(error, match=message):
         llm.generate(prompts, short())
     assert_released(llm)
@@ -311,7 +311,7 @@ def test_other_refusals(llm, make, model):
     with pytest.raises(ValueError, match="outside the vocabulary of 4096"):
         llm.generate("a", short(stop_token_ids=[4096]))
     small = make(num_blocks=4)
-    small._open_engine().pool.num_blocks = 2
+    small.engine.pool.num_blocks = 2
     with pytest.raises(ValueError, match="exceeds the KV pool of 2 blocks of 16"):
         small.generate([[1] * 30], short(max_tokens=8))
     bare = LLM(model, num_blocks=4, block_size=16)
@@ -474,7 +474,7 @@ def test_an_interrupted_step_200_times_frees_everything(tiny, tiny_model, monkey
 
 def test_an_interruption_inside_the_bookkeeping_loses_no_block(make, monkeypatch):
     llm = make(num_blocks=4)
-    pool = llm._open_engine().pool
+    pool = llm.engine.pool
 
     def interrupted(table, tokens):
         table.append(pool._free.pop())

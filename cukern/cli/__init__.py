@@ -122,4 +122,4 @@ def _collapse(text: str) -> str:
 
 
 # The commands register themselves on `app`.
-from cukern.cli import generate, tools  # noqa: E402, F401
+from cukern.cli import bench, generate, tools  # noqa: E402, F401

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -55,7 +56,8 @@ def _rows(state: Info) -> list[tuple[str, str]]:
     if not state.gpus:
         rows.append(("GPU", none))
     compiles = f"{state.architectures[0]} to {state.architectures[-1]}" if state.architectures else none
-    nvrtc = f"{state.nvrtc} ({state.nvrtc_build})" if state.nvrtc_build else state.nvrtc
+    build = re.search(r"V[\d.]+\d", state.nvrtc_build)
+    nvrtc = f"{state.nvrtc} ({build[0]})" if build else state.nvrtc
     headers = f"{state.headers_version} in {state.headers}" if state.headers else none
     cache = state.cache
     access = "" if cache.writable else ", not writable: kernels are compiled again in every process"
@@ -83,7 +85,7 @@ def compile_(
     arch: Annotated[
         list[str] | None,
         typer.Option(
-            help="Target such as sm_90a (may be repeated). Default: the GPUs here, or every supported one without a GPU.",
+            help="Target such as sm_90a (may be repeated). Default: the GPUs here, or without a GPU every one.",
             show_default=False,
         ),
     ] = None,

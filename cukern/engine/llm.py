@@ -167,8 +167,8 @@ class LLM:
                 raise ValueError(
                     f"generate: {len(params)} sampling parameters for {len(listed)} prompts; give one, or one each"
                 )
-        engine = self._open_engine()
-        requests = [self._request(p, s, f"prompts[{i}]") for i, (p, s) in enumerate(zip(listed, params))]
+        engine = self.engine
+        requests = [self.request(p, s, f"prompts[{i}]") for i, (p, s) in enumerate(zip(listed, params))]
         try:
             engine.add(r for r in requests if r.finish_reason is None)
             while any(r.finish_reason is None for r in requests):
@@ -196,7 +196,7 @@ class LLM:
         ValueError, TypeError
             As in `generate`.
         """
-        return Stream(self._open_engine(), self._request(prompt, sampling, "prompt"))
+        return Stream(self.engine, self.request(prompt, sampling, "prompt"))
 
     def chat(
         self,
@@ -238,8 +238,22 @@ class LLM:
 
     # -- requests ------------------------------------------------------------------------------------------
 
-    def _request(self, prompt: Prompt, sampling: SamplingParams | None, name: str) -> Request:
-        engine = self._open_engine()
+    def request(self, prompt: Prompt, sampling: SamplingParams | None = None, name: str = "prompt") -> Request:
+        """A checked request, not yet queued: for those who drive `engine` themselves (``llm.engine.add([request])``).
+
+        Parameters
+        ----------
+        prompt : str or list of int
+        sampling : SamplingParams, optional
+        name : str
+            What messages call the prompt.
+
+        Raises
+        ------
+        ValueError, TypeError
+            As in `generate`.
+        """
+        engine = self.engine
         if sampling is not None and not isinstance(sampling, SamplingParams):
             raise TypeError(f"sampling must be SamplingParams, got {type(sampling).__name__}")
         ids = self._prompt_ids(prompt, name)
@@ -296,14 +310,22 @@ class LLM:
     @property
     def num_free_blocks(self) -> int:
         """KV blocks that no request holds."""
-        return self._open_engine().pool.num_free
+        return self.engine.pool.num_free
 
     @property
     def num_blocks(self) -> int:
         """KV blocks in the pool."""
-        return self._open_engine().pool.num_blocks
+        return self.engine.pool.num_blocks
 
-    def _open_engine(self) -> Engine:
+    @property
+    def engine(self) -> Engine:
+        """The engine: `Engine.step` advances every request by one step.
+
+        Raises
+        ------
+        RuntimeError
+            The LLM is closed.
+        """
         if self._engine is None:
             raise RuntimeError("this LLM is closed")
         return self._engine

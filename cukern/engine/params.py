@@ -39,8 +39,8 @@ class SamplingParams:
     """How the next token is chosen and when generation ends.
 
     A field left at None takes the checkpoint's own value from generation_config.json, else the value that switches it
-    off. A token is drawn from softmax(logits / temperature) restricted to the tokens that pass top-k, top-p and
-    min-p, all three judged on the same distribution at that temperature.
+    off. A token is drawn from softmax(logits / temperature), narrowed in the order of Hugging Face transformers: top-k,
+    then top-p on what top-k has left, then min-p (see `cukern.ops.sample`).
 
     Parameters
     ----------

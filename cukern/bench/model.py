@@ -1,0 +1,279 @@
+"""The model as a whole: error of its logits, time of a prefill, tokens a second of decoding, beside transformers."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cukern.bench.report import Row
+from cukern.bench.timing import median_wall
+
+__all__ = ["ModelBench", "forward_flops"]
+
+BLOCK = 64
+ERROR_RATIO = 1.2
+"""Our error may be this many times what transformers itself loses in the same dtype."""
+
+
+def forward_flops(config: Any, tokens: int, rows: int) -> float:
+    """Operations of a causal forward pass over one sequence: products and attention; ``rows`` of it go through the
+    head."""
+    layer = config.hidden_size * (2 * config.q_size + 2 * config.kv_size + 3 * config.intermediate_size)
+    attention = 2 * config.q_size * (tokens + 1)  # q k and p v over the keys before, on average half of them
+    products = config.num_hidden_layers * tokens * (2.0 * layer + attention)
+    return products + 2.0 * rows * config.hidden_size * config.vocab_size
+
+
+class ModelBench:
+    """Benchmarks of one checkpoint; the models are loaded when first needed.
+
+    Parameters
+    ----------
+    folder : Path
+    dtype : str
+        "float16" or "bfloat16".
+    name : str
+        Shown in the table.
+    torch, transformers : module or None
+        The peer, where it can be imported.
+    device : str
+    """
+
+    def __init__(
+        self, folder: Path, dtype: str, name: str, torch: Any = None, transformers: Any = None, device: str = "cuda"
+    ) -> None:
+        import cukern
+
+        self.folder, self.dtype, self.name = folder, dtype, name
+        self._torch: Any = torch if transformers is not None else None
+        self._transformers = transformers
+        self.model = cukern.Qwen3.from_pretrained(folder, dtype=dtype, device=device)
+        self._peer: Any = None
+
+    # -- logits against transformers ---------------------------------------------------------------------------
+
+    def logits(self, lengths: Sequence[int]) -> list[Row]:
+        """All logits of a prompt: time, and relative L2 error against transformers in float32.
+
+        The limit is ``ERROR_RATIO`` times the error of transformers in this dtype.
+        """
+        prompts = [self._prompt(length) for length in lengths]
+        exact: list[Any] = [None] * len(prompts)
+        if self._torch is not None:
+            peer = self._load_peer("float32")
+            exact = [self._peer_logits(peer, p) for p in prompts]
+            del peer
+            self._collect()
+        rows = []
+        for prompt, expected in zip(prompts, exact):
+            ours = self.model(prompt[None])[0]
+            error = limit = peer_us = None
+            if expected is not None:
+                theirs = self._peer_logits(self._half_peer(), prompt)
+                error = self._relative_error(self._tensor(ours), expected)
+                limit = ERROR_RATIO * self._relative_error(theirs, expected)
+                peer_us = self._wall(partial(self._peer_logits, self._half_peer(), prompt))
+            rows.append(
+                Row(
+                    "model",
+                    f"{self.name} logits S{len(prompt)}",
+                    self.dtype,
+                    self._wall(partial(self.model, prompt[None])),
+                    flops=forward_flops(self.model.config, len(prompt), len(prompt)),
+                    error=error,
+                    limit=limit,
+                    peer="transformers" if peer_us else "",
+                    peer_microseconds=peer_us,
+                    note="relative L2 error of the logits",
+                )
+            )
+        return rows
+
+    # -- the engine --------------------------------------------------------------------------------------------
+
+    def prefill(self, lengths: Sequence[int]) -> list[Row]:
+        """First token of a prompt through the engine. Checked: the same token and log-probability, bit for bit, in
+        pieces of 336."""
+        rows = []
+        for length in lengths:
+            prompt = self._prompt(length).tolist()
+            whole = self._llm(1, length + 1)
+            once = self._first(whole, prompt)
+            pieces = self._llm(1, length + 1, max_batched_tokens=336)
+            microseconds = self._wall(partial(self._first, whole, prompt))
+            peer_us = None
+            if self._torch is not None:
+                peer_us = self._wall(partial(self._peer_logits, self._half_peer(), np.array(prompt), last=True))
+            rows.append(
+                Row(
+                    "prefill",
+                    f"{self.name} B1 S{length}",
+                    self.dtype,
+                    microseconds,
+                    nbytes=self._weight_bytes(),
+                    flops=forward_flops(self.model.config, length, 1),
+                    error=float(self._first(pieces, prompt) != once),
+                    limit=0.0,
+                    peer="transformers" if peer_us else "",
+                    peer_microseconds=peer_us,
+                    note=f"{length / microseconds * 1e6:.0f} tokens/s; same bits in pieces",
+                )
+            )
+        return rows
+
+    def decode(
+        self, batches: Sequence[int], contexts: Sequence[int], steps: int = 64, *, compiled_peer: bool = False
+    ) -> list[Row]:
+        """One decoding step, host included, greedy. Checked: the first sequence gives the same bits as alone."""
+        from cukern.engine import SamplingParams
+
+        rows = []
+        for context in contexts:
+            sampling = SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True, logprobs=True)
+            prompts = [self._prompt(context, seed=i).tolist() for i in range(max(batches))]
+            alone = self._llm(1, context + steps).generate(prompts[:1], sampling)[0]
+            for batch in batches:
+                llm = self._llm(batch, context + steps)
+                microseconds, first = self._decode_steps(llm, prompts[:batch], sampling)
+                same = [a == b for a, b in zip(first.token_ids + first.logprobs, alone.token_ids + alone.logprobs)]
+                peer_us = None
+                if self._torch is not None:
+                    peer_us = self._peer_step(prompts[:batch], steps, compiled_peer)
+                rows.append(
+                    Row(
+                        "decode",
+                        f"{self.name} B{batch} ctx{context}",
+                        self.dtype,
+                        microseconds,
+                        nbytes=self._weight_bytes() + batch * (context + steps / 2) * self._kv_bytes(),
+                        error=float(len(same) - sum(same)),
+                        limit=0.0,
+                        peer=("transformers static" + (" compiled" if compiled_peer else "")) if peer_us else "",
+                        peer_microseconds=peer_us,
+                        note=f"{batch / microseconds * 1e6:.0f} tokens/s; same bits as alone",
+                    )
+                )
+        return rows
+
+    def _llm(self, batch: int, length: int, max_batched_tokens: int = 8192) -> Any:
+        from cukern.engine import LLM
+
+        blocks = batch * (-(-length // BLOCK) + 1)
+        return LLM(
+            self.model,
+            num_blocks=blocks,
+            block_size=BLOCK,
+            max_num_seqs=batch,
+            max_batched_tokens=max_batched_tokens,
+            max_model_len=min(length, self.model.max_positions),
+        )
+
+    @staticmethod
+    def _first(llm: Any, prompt: list[int]) -> tuple[list[int], list[float] | None]:
+        from cukern.engine import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=True)
+        (completion,) = llm.generate([prompt], sampling)
+        return completion.token_ids, completion.logprobs
+
+    @staticmethod
+    def _decode_steps(llm: Any, prompts: list[list[int]], sampling: Any) -> tuple[float, Any]:
+        """Median microseconds of the steps in which every sequence decodes, and the first sequence's completion."""
+        requests = [llm.request(prompt, sampling, "prompt") for prompt in prompts]
+        engine, times = llm.engine, []
+        engine.add(requests)
+        while any(r.num_generated == 0 for r in requests):
+            engine.step()
+        while requests[0].finish_reason is None:
+            began = time.perf_counter()
+            engine.step()
+            times.append(time.perf_counter() - began)
+        engine.drop(requests)
+        warm = min(8, len(times) - 1)
+        return statistics.median(times[warm:]) * 1e6, requests[0].completion()
+
+    def _weight_bytes(self) -> int:
+        """Bytes of weights that a step reads: all but an embedding table that is not also the head."""
+        config = self.model.config
+        table = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+        return (config.num_parameters - table) * self.model.dtype.itemsize
+
+    def _kv_bytes(self) -> int:
+        config = self.model.config
+        return 2 * config.num_hidden_layers * config.kv_size * self.model.dtype.itemsize
+
+    def _prompt(self, length: int, seed: int = 0) -> np.ndarray:
+        return np.random.default_rng(seed).integers(0, self.model.config.vocab_size, length)
+
+    def _wall(self, work: Callable[[], Any]) -> float:
+        return median_wall(work, self._synchronize)
+
+    def _synchronize(self) -> None:
+        if self.model.device.kind == "cuda":
+            self.model.device.xp.cuda.runtime.deviceSynchronize()
+
+    # -- transformers ------------------------------------------------------------------------------------------
+
+    def _load_peer(self, dtype: str) -> Any:
+        load = self._transformers.AutoModelForCausalLM.from_pretrained
+        return load(self.folder, dtype=getattr(self._torch, dtype)).to(self.model.device.kind).eval()
+
+    def _half_peer(self) -> Any:
+        if self._peer is None:
+            self._peer = self._load_peer(self.dtype)
+        return self._peer
+
+    def _peer_logits(self, peer: Any, prompt: np.ndarray, *, last: bool = False) -> Any:
+        with self._torch.inference_mode():
+            ids = self._torch.from_numpy(np.asarray(prompt, np.int64))[None].to(self.model.device.kind)
+            return peer(ids, use_cache=False, logits_to_keep=1 if last else 0).logits[0].float()
+
+    def _peer_step(self, prompts: list[list[int]], steps: int, compiled: bool) -> float:
+        """Microseconds a step of greedy generate with a static cache: the difference of two lengths."""
+        torch = self._torch
+        ids = torch.tensor(prompts, device=self.model.device.kind)
+        short = max(1, steps // 4)
+
+        def run(count: int) -> float:
+            began = time.perf_counter()
+            with torch.inference_mode():
+                self._half_peer().generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=count,
+                    min_new_tokens=count,
+                    do_sample=False,
+                    cache_implementation="static",
+                    disable_compile=not compiled,
+                )
+            self._synchronize()
+            return time.perf_counter() - began
+
+        for count in (short, steps):
+            run(count)
+        differences = [run(steps) - run(short) for _ in range(3)]
+        return statistics.median(differences) / (steps - short) * 1e6
+
+    def _tensor(self, array: Any) -> Any:
+        return self._torch.from_numpy(array) if isinstance(array, np.ndarray) else self._torch.from_dlpack(array)
+
+    @staticmethod
+    def _relative_error(logits: Any, exact: Any) -> float:
+        """L2 norm of the difference over that of the exact logits, summed in float64 row by row."""
+        off = scale = 0.0
+        for row, wanted in zip(logits.split(256), exact.split(256)):
+            off += float((row.double() - wanted.double()).square().sum())
+            scale += float(wanted.double().square().sum())
+        return (off / scale) ** 0.5
+
+    def _collect(self) -> None:
+        gc.collect()
+        if self.model.device.kind == "cuda":
+            self._torch.cuda.empty_cache()

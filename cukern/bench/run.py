@@ -1,0 +1,175 @@
+"""Runs the parts of ``cukern bench`` one after another."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cukern.bench.attention import attention_cases
+from cukern.bench.cases import Arrays, Case, Prepared
+from cukern.bench.machine import facts, measure_floors, peer_module, require_gpu
+from cukern.bench.model import ModelBench
+from cukern.bench.operators import operator_cases, product_cases
+from cukern.bench.report import Report, Row
+from cukern.bench.startup import startup
+from cukern.bench.timing import GpuTimer
+
+__all__ = ["PARTS", "Options", "measure", "run", "select"]
+
+PARTS = ("ops", "model", "prefill", "decode", "startup")
+
+
+@dataclass
+class Options:
+    """What to run.
+
+    Attributes
+    ----------
+    parts : sequence of str
+        Some of PARTS.
+    operators : sequence of str
+        Restrict the part "ops" to these; empty: all.
+    model : str
+        A published shape ("0.6B" to "32B"; random weights) or a checkpoint folder.
+    dtype : str
+    batches, contexts, lengths : sequence of int
+        Of "decode", "decode" and "prefill".
+    peers : bool
+        Time torch and transformers too, where they can be imported.
+    compiled_peer : bool
+        Let transformers compile its decoding step (minutes).
+    csv : Path or None
+    echo : callable
+    """
+
+    parts: Sequence[str] = PARTS
+    operators: Sequence[str] = ()
+    model: str = "0.6B"
+    dtype: str = "float16"
+    batches: Sequence[int] = (1, 16, 64)
+    contexts: Sequence[int] = (128,)
+    lengths: Sequence[int] = (512, 2048, 8192)
+    peers: bool = True
+    compiled_peer: bool = False
+    csv: Path | None = None
+    echo: Callable[[str], object] = field(default=print)
+
+
+def select(operators: Sequence[str]) -> list[Case]:
+    """The cases of the part "ops", restricted to some operators.
+
+    Raises
+    ------
+    ValueError
+        An operator without a case.
+    """
+    cases = [*operator_cases(), *product_cases(), *attention_cases()]
+    known = sorted({case.operator for case in cases})
+    unknown = sorted(set(operators) - set(known))
+    if unknown:
+        raise ValueError(f"bench has no operator {unknown[0]!r}; there are {', '.join(known)}")
+    return [case for case in cases if not operators or case.operator in operators]
+
+
+def run(options: Options) -> int:
+    """Run the parts; print and write what they measure.
+
+    Returns
+    -------
+    int
+        Number of failed checks.
+
+    Raises
+    ------
+    RuntimeError
+        No GPU is usable.
+    """
+    chosen = select(options.operators) if "ops" in options.parts else []
+    cupy = require_gpu()
+    from cukern.models.device import Device
+
+    device = Device.parse("cuda")
+    torch = peer_module("torch") if options.peers else None
+    transformers = peer_module("transformers") if torch is not None else None
+    if torch is not None and not torch.cuda.is_available():
+        torch = transformers = None
+    with ExitStack() as stack:
+        stack.enter_context(device.context())
+        machine = facts(device.index)
+        timer = GpuTimer(cupy, float(machine["max_sm_mhz"] or 2000))
+        report = Report(measure_floors(cupy, timer, torch), machine, options.echo, options.csv)
+        report.head()
+        arrays = Arrays(cupy, _numpy_dtype(options.dtype))
+        for case in chosen:
+            report.add(measure(case, arrays, timer.microseconds, torch))
+            cupy.get_default_memory_pool().free_all_blocks()
+        if set(options.parts) - {"ops"}:
+            folder = _checkpoint(
+                options, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cukern-bench-")))
+            )
+            for rows in _model_parts(options, folder, torch, transformers):
+                for row in rows:
+                    report.add(row)
+        options.echo(report.summary())
+        return report.failed
+
+
+def measure(
+    case: Case, arrays: Arrays, microseconds: Callable[[Sequence[Callable[[], Any]]], float], torch: Any
+) -> Row:
+    """Check a case, then time it and its peers; a failed check is timed all the same and shows as FAIL."""
+    prepared: Prepared = case.prepare(arrays)
+    error = prepared.check()
+    row = Row(
+        case.operator,
+        case.label,
+        arrays.dtype.name,
+        microseconds(prepared.calls),
+        nbytes=prepared.nbytes,
+        flops=prepared.flops,
+        error=error,
+        limit=prepared.limit,
+    )
+    times = {name: microseconds(calls) for name, calls in (prepared.peers(torch) if torch else {}).items()}
+    if times:
+        row.peer = min(times, key=times.__getitem__)
+        row.peer_microseconds = times[row.peer]
+        row.note = ", ".join(f"{name} {time:.2f} us" for name, time in times.items() if len(times) > 1)
+    return row
+
+
+def _model_parts(options: Options, folder: Path, torch: Any, transformers: Any) -> Any:
+    if "startup" in options.parts:  # first: the GPU's memory is still free
+        yield startup(folder, options.dtype, options.model)
+    if not set(options.parts) & {"model", "prefill", "decode"}:
+        return
+    bench = ModelBench(folder, options.dtype, options.model, torch, transformers)
+    if "model" in options.parts:
+        yield bench.logits((512, 2048))
+    if "prefill" in options.parts:
+        yield bench.prefill(options.lengths)
+    if "decode" in options.parts:
+        yield bench.decode(options.batches, options.contexts, compiled_peer=options.compiled_peer)
+
+
+def _checkpoint(options: Options, scratch: Path) -> Path:
+    """The folder of the model; random weights of a published shape are written to the scratch folder."""
+    from cukern.testing.checkpoints import QWEN3_SHAPES, make_checkpoint
+
+    if options.model in QWEN3_SHAPES:
+        options.echo(f"writing random weights of the shape {options.model} ...")
+        return make_checkpoint(scratch, options.model, options.dtype)
+    from cukern.models import resolve_checkpoint
+
+    return resolve_checkpoint(options.model)
+
+
+def _numpy_dtype(name: str) -> Any:
+    import ml_dtypes
+    import numpy as np
+
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)

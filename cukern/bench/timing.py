@@ -1,0 +1,104 @@
+"""Time of work on the GPU: CUDA events around launches that were queued while the GPU was kept busy."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+__all__ = ["GpuTimer", "median_wall"]
+
+_SPIN = """
+extern "C" __global__ void spin(long long cycles) {
+    long long start = clock64();
+    while (clock64() - start < cycles) {}
+}
+"""
+_SAMPLE_US = 2000.0  # device time of one sample
+_SAMPLES = 15
+_MOST_CALLS = 100  # a launch queue holds about a thousand, and one call may launch several
+
+
+class GpuTimer:
+    """Times calls without the host's share.
+
+    A kernel that spins is launched first; while it runs the host queues a batch of calls, which the GPU then works
+    off without waiting for Python. A sample in which the host was too slow is thrown away and taken again with a
+    longer spin. Calls of CuPy and of torch are timed alike: both go to the default stream.
+
+    Parameters
+    ----------
+    cupy : module
+    clock_mhz : float
+        Highest multiprocessor clock, to turn microseconds into cycles to spin.
+    """
+
+    def __init__(self, cupy: Any, clock_mhz: float = 2000.0) -> None:
+        from cukern.jit import Kernel
+
+        self._cupy = cupy
+        self._clock_mhz = clock_mhz
+        self._spin = Kernel(_SPIN, "spin")
+
+    def microseconds(self, calls: Sequence[Callable[[], Any]]) -> float:
+        """Median device time of one call.
+
+        Parameters
+        ----------
+        calls : sequence of callables
+            The same work on different memory; they are taken in turn, so that together they should exceed the L2 cache.
+        """
+        for call in (*calls, *calls)[: max(4, len(calls))]:
+            call()
+        self._cupy.cuda.runtime.deviceSynchronize()
+        host, device = self._batch(calls, 5, spin_us=0.0)
+        count = self._count(device)
+        _, device = self._sample(calls, count, host)
+        count = self._count(device)
+        samples = []
+        for _ in range(_SAMPLES):
+            host, device = self._sample(calls, count, host)
+            samples.append(device)
+        return statistics.median(samples)
+
+    @staticmethod
+    def _count(device_us: float) -> int:
+        return max(1, min(_MOST_CALLS, int(_SAMPLE_US / max(device_us, 0.5))))
+
+    def _sample(self, calls: Sequence[Callable[[], Any]], count: int, host_us: float) -> tuple[float, float]:
+        """One batch that the host queued in time: (host, device) microseconds a call."""
+        for _ in range(8):
+            spin_us = 1.5 * host_us * count + 50.0
+            host, device = self._batch(calls, count, spin_us)
+            if host * count < spin_us or device > 2 * host:
+                return host, device
+            host_us = 1.5 * host
+        return host, device
+
+    def _batch(self, calls: Sequence[Callable[[], Any]], count: int, spin_us: float) -> tuple[float, float]:
+        cuda = self._cupy.cuda
+        start, stop = cuda.Event(), cuda.Event()
+        if spin_us:
+            self._spin((1,), (1,), (int(spin_us * self._clock_mhz),))
+        start.record()
+        began = time.perf_counter()
+        for i in range(count):
+            calls[i % len(calls)]()
+        host = (time.perf_counter() - began) * 1e6
+        stop.record()
+        stop.synchronize()
+        return host / count, cuda.get_elapsed_time(start, stop) * 1e3 / count
+
+
+def median_wall(work: Callable[[], Any], synchronize: Callable[[], Any], samples: int = 7) -> float:
+    """Median wall time of work, in microseconds, after two rounds of warm-up; the host's share included."""
+    times = []
+    for i in range(samples + 2):
+        synchronize()
+        began = time.perf_counter()
+        work()
+        synchronize()
+        if i >= 2:
+            times.append(time.perf_counter() - began)
+    return statistics.median(times) * 1e6
