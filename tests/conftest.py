@@ -10,8 +10,8 @@ from typing import Any
 # Before NumPy is imported: its threads get in each other's way where several test workers share few cores.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
+import numpy as np
+import pytest
 
 DATA = Path(__file__).parent / "data"
 
