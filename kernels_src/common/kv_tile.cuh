@@ -54,10 +54,9 @@ __device__ __forceinline__ void copy_rows(T *tile, const T *src, int stride, int
       from += (i64)step * stride;
     }
   } else {
-#pragma unroll
-    for (int i = 0; i < ceil_div(total, Threads); ++i) {
-      const int n = threadIdx.x + i * Threads, row = n / pieces, piece = n % pieces;
-      if (total % Threads != 0 && n >= total) break;
+#pragma unroll 2  // fully unrolled, its loop invariants would fill the registers of the prefill loop
+    for (int n = threadIdx.x; n < total; n += Threads) {
+      const int row = n / pieces, piece = n % pieces;
       const bool ok = row < valid;
       cp_async_16(tile + RowTile<Columns>::at(row, piece), src + (ok ? (i64)row * stride + piece * 8 : 0), ok);
     }
