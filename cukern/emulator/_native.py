@@ -31,7 +31,13 @@ DYNAMIC_SHARED, STATIC_SHARED = 1, 2  # enum SharedKind
 class Range(C.Structure):
     """Memory that a kernel may use."""
 
-    _fields_ = (("lo", C.c_uint64), ("hi", C.c_uint64), ("read_only", C.c_int32), ("argument", C.c_int32))
+    _fields_ = (
+        ("lo", C.c_uint64),
+        ("hi", C.c_uint64),
+        ("base", C.c_uint64),
+        ("read_only", C.c_int32),
+        ("argument", C.c_int32),
+    )
 
 
 class Fault(C.Structure):

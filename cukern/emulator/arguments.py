@@ -44,12 +44,13 @@ class Arguments:
         self._kernel, self._params, self._parameter_name = kernel, params, parameter_name
         self.arrays: dict[int, np.ndarray] = {}
         self._bounds: dict[int, tuple[int, int]] = {}
+        self._roots: dict[int, int] = {}  # address of the allocation that an array lies in
         self._values = [self._value(i, a) for i, a in enumerate(args)]
         self.pointers = (C.c_void_p * max(1, len(args)))(*(C.addressof(v) for v in self._values))
         self.ranges = (_native.Range * max(1, len(self.arrays)))()
         for k, i in enumerate(self.arrays):
             lo, hi = self._bounds[i]
-            self.ranges[k] = _native.Range(lo, hi, int(self._read_only(i)), i)
+            self.ranges[k] = _native.Range(lo, hi, self._roots[i], int(self._read_only(i)), i)
         self._guards: list[_Guard] = []
 
     def _refuse(self, text: str) -> ArgumentError:
@@ -97,7 +98,11 @@ class Arguments:
             raise self._refuse(f"{name} points to 2-byte values, got an array of {a.dtype}")
         self.arrays[i] = a
         self._bounds[i] = np.lib.array_utils.byte_bounds(a)
-        return C.c_void_p(a.__array_interface__["data"][0])
+        root = a
+        while isinstance(root.base, np.ndarray):
+            root = root.base
+        self._roots[i] = _address(root)
+        return C.c_void_p(_address(a))
 
     def _convert(self, name: str, a: bool | int | float, p: Param) -> np.generic:
         dtype = np.dtype("bool" if p.kind == "b" else f"{p.kind}{p.size}")
@@ -108,9 +113,13 @@ class Arguments:
     def _read_only(self, i: int) -> bool:
         return not self.arrays[i].flags.writeable or self._params[i].is_const
 
-    def guard(self) -> None:
-        """Without check mode: let the kernel write to copies between guard pages, so that an overrun cannot corrupt
-        this process. Arrays that overlap share one copy."""
+    def relocate(self, check: bool) -> None:
+        """Let the kernel work on copies where the arrays themselves will not do.
+
+        Without check mode that is whatever it may write: the copies lie between guard pages, so that an overrun cannot
+        corrupt this process. In both modes it is an allocation that is not aligned to 16 bytes (a memory-mapped file),
+        because on a GPU it would be. Arrays that overlap share one copy.
+        """
         groups: list[list[Any]] = []  # [lo, hi, positions]
         for i in sorted(self.arrays, key=lambda i: self._bounds[i]):
             lo, hi = self._bounds[i]
@@ -121,14 +130,17 @@ class Arguments:
                 groups.append([lo, hi, [i]])
         rows = {i: self.ranges[k] for k, i in enumerate(self.arrays)}  # the array's own elements, not copies
         for lo, hi, members in groups:
-            if hi - lo > _GUARD_LIMIT or all(self._read_only(i) for i in members):
+            odd = any(self._roots[i] % 16 for i in members)
+            written = not check and hi - lo <= _GUARD_LIMIT and not all(self._read_only(i) for i in members)
+            if not (odd or written):
                 continue
-            g = _Guard(lo, hi, members[-1])
+            g = _Guard(lo, hi, self._roots[members[0]], members[-1], not all(self._read_only(i) for i in members))
             self._guards.append(g)
             for i in members:
                 self._values[i].value += g.shift
                 rows[i].lo += g.shift
                 rows[i].hi += g.shift
+                rows[i].base += g.shift
 
     def release(self) -> tuple[int, int] | None:
         """Copy guarded arrays back. Position and address of an overrun that no guard page stopped, or None."""
@@ -145,7 +157,7 @@ class Arguments:
             address = g.original(address)
         array = self.arrays[i]
         lo, hi = self._bounds[i]
-        offset = address - array.__array_interface__["data"][0]
+        offset = address - _address(array)
         index: list[int] = []
         if array.flags.c_contiguous:
             flat = offset // array.itemsize
@@ -163,17 +175,22 @@ class Arguments:
         return tuple(index), f"({array.dtype}, shape {array.shape}), {place}"
 
 
+def _address(a: np.ndarray) -> int:
+    return int(a.__array_interface__["data"][0])
+
+
 class _Guard:
     """A copy of the memory lo..hi that ends at an inaccessible page, with a pattern in the gaps."""
 
-    def __init__(self, lo: int, hi: int, argument: int) -> None:
+    def __init__(self, lo: int, hi: int, root: int, argument: int, written: bool) -> None:
         self.argument = argument
+        self._written = written
         self._lo, self._size = lo, hi - lo
         self._capacity = (self._size + _ALIGN + 4095) // 4096 * 4096
         self._map = _native.take_guarded(self._capacity)
         end = self._map + self._capacity
-        # the same address modulo 256, so that alignment faults are the same
-        self._start = ((end - self._size - lo % _ALIGN) & -_ALIGN) + lo % _ALIGN
+        offset = (lo - root) % _ALIGN  # as if the allocation were aligned like one on a GPU
+        self._start = ((end - self._size - offset) & -_ALIGN) + offset
         self.shift = self._start - lo
         C.memset(self._map, _CANARY, self._start - self._map)
         C.memset(self._start + self._size, _CANARY, end - self._start - self._size)
@@ -185,7 +202,8 @@ class _Guard:
 
     def finish(self) -> int | None:
         """Copy back and release; the address (of the copy) of the first damaged byte of the pattern, if any."""
-        C.memmove(self._lo, self._start, self._size)
+        if self._written:
+            C.memmove(self._lo, self._start, self._size)
         damaged = None
         after = self._start + self._size
         for at, n in ((after, self._map + self._capacity - after), (self._map, self._start - self._map)):

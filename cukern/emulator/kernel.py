@@ -118,8 +118,7 @@ class EmulatedKernel:
         record.grid[:], record.block[:] = self._extent(grid, "grid"), self._extent(block, "block")
         self._check_extents(record, shared_mem, cooperative, binary.static_bytes)
         arguments = Arguments(self.name, binary.params, self.parameter_name, args)
-        if not settings.check:
-            arguments.guard()
+        arguments.relocate(settings.check)
         record.args = C.addressof(arguments.pointers)
         record.ranges, record.range_count = arguments.ranges, len(arguments.arrays)
         record.dynamic_bytes, record.dynamic_align = shared_mem, max(16, self._prepared.dynamic_align)

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import importlib.util
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -204,6 +205,10 @@ def build_kernel(text: str, *, check: bool, debug: bool) -> Path:
         options = [*_BASE, "-w", f"-I{INCLUDE}", "-include", "cukern_emu.h", "-D__CUDA_ARCH__=800", "-D__CUDACC__=1"]
         if compiler.gcc:
             options.append("-fno-gnu-unique")  # else two modules share the thread-local variables of equal templates
+        if platform.machine() in ("x86_64", "AMD64"):
+            # a type aligned to 32 bytes may lie in a NumPy array aligned to 16: no instruction that minds
+            options.append("-mprefer-vector-width=128")
+            options += ["-mmove-max=128", "-mstore-max=128"] if compiler.gcc else []
         options += ["-O0", "-g"] if debug else ["-O1" if check else "-O2", "-g1"]
         options.append("-gdwarf-4")  # what symbols.py reads
         if check:

@@ -14,7 +14,7 @@ enum FaultKind {  // mirrored by _native.py
 
 // Structures shared with Python (cukern/emulator/_native.py): change both.
 struct Range {  // memory that the kernel may use
-  uintptr_t lo, hi;
+  uintptr_t lo, hi, base;  // base: of the allocation, which a GPU would align to 256 bytes
   int32_t read_only, argument;  // argument -1: belongs to the emulator
 };
 struct Fault {
