@@ -454,10 +454,12 @@ def test_wrong_values_on_the_host(change: dict[str, np.ndarray], message: str) -
 
 def test_variant_choice() -> None:
     """Two CTAs of four warps share an SM where its shared memory allows; large work takes tall tiles."""
-    assert select(128, 16384, 16, 132, 228 << 10) == Variant(8, 2)
-    assert select(128, 512, 16, 132, 228 << 10) == Variant(4, 2)
-    assert select(128, 512, 16, 8, 100 << 10) == Variant(4, 1)
-    assert select(256, 16384, 16, 132, 228 << 10) == Variant(8, 1)
+    assert select(128, 16384, 8, 16, 132, 228 << 10) == Variant(8, 2)
+    assert select(128, 16384, 512, 16, 132, 228 << 10) == Variant(4, 2)
+    assert select(128, 512, 1, 16, 132, 228 << 10) == Variant(4, 2)
+    assert select(128, 512, 1, 16, 8, 100 << 10) == Variant(8, 2)
+    assert select(128, 128, 1, 16, 8, 100 << 10) == Variant(4, 1)
+    assert select(256, 16384, 8, 16, 132, 228 << 10) == Variant(8, 1)
     for d in range(16, 257, 16):
         for variant in candidates(d):
             assert variant.shared_mem(d) + 1024 <= 99 << 10

@@ -166,7 +166,7 @@ def time_prefill(cupy: Any, dtype: Any, head_dim: int, heads: int, kv_heads: int
         q = _normal(cupy, (batch, length, heads, head_dim), dtype, 8)
         k, v = (_normal(cupy, (batch, length, kv_heads, head_dim), dtype, seed) for seed in (9, 10))
         out = cupy.empty_like(q)
-        chosen = select(head_dim, batch * length, heads, info.sm_count, info.shared_mem_per_sm)
+        chosen = select(head_dim, batch * length, batch, heads, info.sm_count, info.shared_mem_per_sm)
         for causal in (True, False):
             flops = 4.0 * batch * heads * length * length * head_dim / (2 if causal else 1)
             peers = _torch_us(cupy, q, k, v, causal, rounds)

@@ -53,14 +53,14 @@ def candidates(head_dim: int) -> list[Variant]:
     return [Variant(4, 2)] if head_dim <= 64 else [Variant(8, 2), Variant(4, 2), Variant(4, 1)]
 
 
-def select(head_dim: int, q_rows: int, heads: int, sm_count: int, shared_mem_per_sm: int) -> Variant:
-    """The variant for q_rows query tokens in all on a device: from shapes alone, and without effect on the result."""
+def select(head_dim: int, rows: int, batch: int, heads: int, sm_count: int, shared_mem_per_sm: int) -> Variant:
+    """The variant for ``rows`` query tokens in ``batch`` sequences: from shapes alone, no effect on the result."""
     if head_dim > 128:
         return Variant(8, 1)
     tall, small = Variant(8, 2), Variant(4, 2)
     if head_dim <= 64:
         return small
-    if q_rows >= 1024 and q_rows // tall.rows(head_dim) * heads >= 2 * sm_count:
+    if rows >= 256 * batch and rows // tall.rows(head_dim) * heads >= 2 * sm_count:
         return tall
     # two CTAs should share an SM; each costs 1 KB of its shared memory beyond what it asks for
     return small if 2 * (small.shared_mem(head_dim) + 2048) <= shared_mem_per_sm else Variant(4, 1)
@@ -220,7 +220,8 @@ def _launch(
     kv_heads = k.shape[1] if paged else k.shape[-2]
     if variant is None:
         info = device()
-        variant = select(head_dim, batch * tokens if dense else tokens, heads, info.sm_count, info.shared_mem_per_sm)
+        total = batch * tokens if dense else tokens
+        variant = select(head_dim, total, batch, heads, info.sm_count, info.shared_mem_per_sm)
     rows = variant.rows(head_dim)
     slots = batch * -(-tokens // rows) if dense else tokens // rows + batch
     if slots * heads >= 2**31:
