@@ -183,20 +183,13 @@ def test_special_values(backend: Any) -> None:
 # ---------------------------------------------------------------------------------------------------- order of the sums
 
 
-def forced_variants(backend: Any, m: int, n: int, k: int) -> list[variants.Variant]:
-    chosen: list[variants.Variant] = [*FORCED]
-    if backend.name == "cuda":
-        chosen += [v for rows in (1, 9, 17, 33, 128) for v in variants.candidates(rows, n, k)]
-    segment = variants.template_segment(n, k)
-    return [v for v in dict.fromkeys(chosen) if v.fits(segment)]
-
-
 def check_variants(backend: Any, rng: np.random.Generator, dtype: Any, n: int, k: int) -> None:
     x, w, expected = problem(rng, 70, n, k, dtype)
     weight = backend.put(w)
     every = backend.get(linear(backend.put(x), weight, dtype=np.float32))
     assert_close("linear", every, expected)
-    for variant in forced_variants(backend, 70, n, k):
+    segment = variants.template_segment(n, k)
+    for variant in [v for v in FORCED if v.fits(segment)]:
         for m in (1, 8, 9, 70):
             y = backend.get(_linear_variant(variant, backend.put(x[:m]), weight, dtype=np.float32))
             np.testing.assert_array_equal(bits(y), bits(every[:m]), err_msg=f"{variant} M={m}")
@@ -356,6 +349,7 @@ def test_numpy_runs_the_reference(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(exact, expected, rtol=1e-12, atol=1e-12)
     wide = linear(x.astype(np.float32), w.astype(np.float32))
     assert wide.dtype == np.float32
+    assert linear(x.astype(np.float64), w.astype(np.float64)).dtype == np.float64
     assert linear_function is linear
 
 

@@ -78,7 +78,7 @@ def linear(
 
     Notes
     -----
-    NumPy arrays without emulation go to the reference (float32 accepted there too), with sums in NumPy's order.
+    NumPy arrays without emulation go to the reference (float32 and float64 too), with sums in NumPy's order.
     """
     return _linear(x, weight, bias, residual, dtype, out, backend, None)
 
@@ -146,7 +146,7 @@ def _check(
 ) -> tuple[np.dtype, int]:
     """Everything about the arguments; the dtype of the result, and N."""
     halves = [FLOAT16, BFLOAT16]
-    inputs = [*halves, FLOAT32] if place.kind == "reference" else halves
+    inputs = [*halves, FLOAT32, np.dtype(np.float64)] if place.kind == "reference" else halves
     check_dtype("linear", "x", x, inputs)
     check_dtype("linear", "weight", weight, [x.dtype])
     if x.ndim < 1:
