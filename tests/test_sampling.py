@@ -118,6 +118,60 @@ def test_noise_is_uniform() -> None:
     assert abs(np.corrcoef(neighbours[:-1], neighbours[1:])[0, 1]) < 0.04
 
 
+# ---- exact selection
+
+SEARCH = """
+#include "common/select.cuh"
+extern "C" __global__ void __launch_bounds__(SELECT_THREADS)
+find(const float *x, int n, u64 target, int by_mass, u32 low, u32 high, u32 *out) {
+  __shared__ SelectMemory memory;
+  const RowSource<float> source{x, n};
+  const u32 key = by_mass ? search(memory, source, Mass{0.f, 1.f}, target, low, high)
+                          : search(memory, source, Count(), target, low, high);
+  if (threadIdx.x == 0) out[0] = key;
+}
+"""
+
+
+def order_keys(x: np.ndarray) -> np.ndarray:
+    bits = (x + np.float32(0)).view(np.uint32)
+    return np.where(bits >> 31, ~bits, bits | np.uint32(2**31))
+
+
+@pytest.mark.parametrize("by_mass", [0, 1])
+@pytest.mark.parametrize("n", [1, 500, 3001, 20000])
+def test_search(backend: Any, rng: np.random.Generator, n: int, by_mass: int) -> None:
+    if by_mass:  # whole numbers: powers of two in units of 2^-40, exact here and there
+        x = -np.minimum(rng.exponential(6, n), 45).astype(int).astype(np.float32)
+        weight = np.where(x >= -40, 2.0 ** (40 + x), 0).astype(np.int64)
+    else:
+        x = (rng.choice([-1, 1], n) * 10.0 ** rng.uniform(-40, 38, n)).astype(np.float32)
+        x[: n // 3] = x[0]
+        weight = np.ones(n, np.int64)
+    keys = order_keys(x)
+    order = np.argsort(keys)[::-1]
+    sums = np.cumsum(weight[order])
+    find, out = cukern.Kernel(SEARCH, "find"), backend.put(np.zeros(1, np.uint32))
+    for target in {
+        1,
+        int(sums[0]),
+        int(sums[0]) + 1,
+        int(sums[-1]),
+        *(int(t) for t in rng.integers(1, sums[-1] + 1, 8)),
+    }:
+        find(1, 512, (backend.put(x), n, target, by_mass, 0, int(keys.max()), out))
+        crossing = np.searchsorted(sums, target)
+        assert backend.get(out)[0] == (keys[order[crossing]] if crossing < n else 0), target
+    if n > 1:
+        low, high = (int(k) for k in np.sort(keys)[[n // 4, n - 1 - n // 10]])
+        inside = np.sort(keys[(keys >= low) & (keys <= high)])[::-1]
+        if not by_mass:
+            find(1, 512, (backend.put(x), n, len(inside) // 2 + 1, 0, low, high, out))
+            assert backend.get(out)[0] == inside[len(inside) // 2]
+        find(1, 512, (backend.put(x), n, 2**62, by_mass, low, high, out))  # not to be reached
+        assert backend.get(out)[0] == low
+
+
 # ---- arg-max
 
 
