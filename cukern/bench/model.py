@@ -56,6 +56,7 @@ class ModelBench:
         self._transformers = transformers
         self.model = cukern.Qwen3.from_pretrained(folder, dtype=dtype, device=device)
         self._peer: Any = None
+        self._peer_device = "cuda" if self.model.device.kind == "cuda" else "cpu"
 
     # -- logits against transformers ---------------------------------------------------------------------------
 
@@ -106,7 +107,7 @@ class ModelBench:
             prompt = self._prompt(length).tolist()
             whole = self._llm(1, length + 1)
             once = self._first(whole, prompt)
-            pieces = self._llm(1, length + 1, max_batched_tokens=336)
+            pieces = self._llm(1, length + 1, max_batched_tokens=length // 3 + 1)
             microseconds = self._wall(partial(self._first, whole, prompt))
             peer_us = None
             if self._torch is not None:
@@ -223,7 +224,7 @@ class ModelBench:
 
     def _load_peer(self, dtype: str) -> Any:
         load = self._transformers.AutoModelForCausalLM.from_pretrained
-        return load(self.folder, dtype=getattr(self._torch, dtype)).to(self.model.device.kind).eval()
+        return load(self.folder, dtype=getattr(self._torch, dtype)).to(self._peer_device).eval()
 
     def _half_peer(self) -> Any:
         if self._peer is None:
@@ -232,13 +233,13 @@ class ModelBench:
 
     def _peer_logits(self, peer: Any, prompt: np.ndarray, *, last: bool = False) -> Any:
         with self._torch.inference_mode():
-            ids = self._torch.from_numpy(np.asarray(prompt, np.int64))[None].to(self.model.device.kind)
+            ids = self._torch.from_numpy(np.asarray(prompt, np.int64))[None].to(self._peer_device)
             return peer(ids, use_cache=False, logits_to_keep=1 if last else 0).logits[0].float()
 
     def _peer_step(self, prompts: list[list[int]], steps: int, compiled: bool) -> float:
         """Microseconds a step of greedy generate with a static cache: the difference of two lengths."""
         torch = self._torch
-        ids = torch.tensor(prompts, device=self.model.device.kind)
+        ids = torch.tensor(prompts, device=self._peer_device)
         short = max(1, steps // 4)
 
         def run(count: int) -> float:
