@@ -70,9 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):  # a terminal that lacks a character shows "?" instead of failing
             stream.reconfigure(errors="replace")
     try:
-        code = typer.main.get_command(app).main(args=arguments, prog_name="cukern", standalone_mode=False)
+        command: Any = typer.main.get_command(app)
+        with command.make_context("cukern", arguments) as context:
+            command.invoke(context)
         sys.stdout.flush()
-        return code if isinstance(code, int) else 0
+        return 0
     except BrokenPipeError:
         # Python flushes stdout at exit; give it a place to flush to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,415 @@
+"""The command line: what it prints, its exit codes, and that errors are one line."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cukern
+from cukern.cli import main
+
+ROOT = Path(cukern.__file__).parents[1]
+GOLDEN = Path(__file__).parent / "data" / "demo-qwen3" / "golden.npz"
+PROMPT = "According to a careful calculation I have made"
+COMMANDS = [
+    ["generate"], ["demo"], ["info"], ["compile"], ["bench"], ["cache", "path"], ["cache", "show"], ["cache", "clear"],
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUKERN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("CUKERN_DEBUG", raising=False)
+
+
+@pytest.fixture
+def cli(capfd, monkeypatch):
+    """Runs a command in this process: (exit code, stdout, stderr)."""
+
+    def call(*arguments: str, stdin: bytes | None = None) -> tuple[int, str, str]:
+        if stdin is not None:
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        capfd.readouterr()
+        code = main(list(arguments))
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return call
+
+
+def environment(**more: str) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return os.environ | {"PYTHONPATH": path} | more
+
+
+def assert_one_line(err: str, code: int, expected: int) -> None:
+    assert code == expected, err
+    assert err.endswith("\n")
+    assert err.count("\n") == 1, err
+    assert "Traceback" not in err
+    assert err.startswith("cukern")
+
+
+# -- help ----------------------------------------------------------------------------------------------------------
+
+
+def test_help_of_all_commands_has_an_example(cli):
+    code, out, _ = cli("--help")
+    assert code == 0
+    for command in ("generate", "demo", "info", "compile", "cache", "bench"):
+        assert f"\n  {command} " in out
+    for command in COMMANDS:
+        code, out, _ = cli(*command, "--help")
+        assert code == 0
+        assert f"Example: cukern {' '.join(command)}" in out or (command == ["cache", "path"] and "Example:" in out)
+
+
+def test_version(cli):
+    assert cli("--version") == (0, f"cukern {cukern.__version__}\n", "")
+
+
+def test_help_starts_fast_and_imports_nothing_heavy():
+    command = [sys.executable, "-X", "importtime", "-m", "cukern", "--help"]
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        result = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+        times.append(time.perf_counter() - began)
+    imported = {line.rsplit("|", 1)[-1].strip() for line in result.stderr.splitlines()}
+    assert "typer" in imported
+    for heavy in ("numpy", "cupy", "tokenizers", "jinja2", "huggingface_hub", "cukern.engine.llm", "cukern.jit"):
+        assert heavy not in imported
+    assert min(times) < 1.5  # 0.2 s on an idle machine; the tests share theirs
+
+
+# -- usage errors --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nonsense"], "No such command 'nonsense'"),
+        (["generate"], "Missing argument"),
+        (["generate", "demo", "x", "--bogus"], "No such option: --bogus"),
+        (["generate", "demo", "x", "--top-p", "3"], r"top_p must be in (0, 1]"),
+        (["generate", "demo", "x", "--temperature", "-1"], "temperature must be >= 0"),
+        (["generate", "demo", "x", "--top-k", "-5"], "top_k must be >= 1"),
+        (["generate", "demo", "x", "--max-tokens", "-1"], "max_tokens must be >= 0"),
+        (["generate", "demo", "x", "--seed", "-1"], "seed must be in"),
+        (["generate", "demo", "x", "--stop", ""], "stop must not hold an empty string"),
+        (["generate", "demo", "x", "--max-tokens", "many"], "--max-tokens"),
+        (["generate", "demo", "x", "--device", "gpu"], "must be cuda, cuda:N, cpu or emulated, got 'gpu'"),
+        (["generate", "demo", "x", "--dtype", "int8"], "must be auto, float16 or bfloat16"),
+        (["generate", "demo", "x", "--logprobs"], "--logprobs needs --json"),
+        (["generate", "demo", "x", "--no-think"], "need --chat"),
+        (["generate", "demo", "x", "--file", "/nonexistent"], "/nonexistent"),
+        (["demo", "--tokens", "0"], "--tokens"),
+        (["demo", "--emulate", "--device", "cpu"], "--emulate contradicts --device cpu"),
+        (["compile", "--arch", "volta"], "arch='volta'"),
+        (["compile", "nothing"], "no kernel file 'nothing.cu'"),
+        (["cache", "clear", "--arch", "x"], "arch='x'"),
+        (["bench", "nothing"], "no part 'nothing'"),
+        (["bench", "--op", "nothing"], "no operator 'nothing'"),
+        (["bench", "--dtype", "float32"], "must be float16 or bfloat16"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_code_2(cli, arguments, message):
+    code, out, err = cli(*arguments)
+    assert_one_line(err, code, 2)
+    assert message in err
+    assert "--help" in err
+    assert out == ""
+
+
+def test_without_a_command_the_help_is_shown(cli):
+    for arguments in ([], ["cache"]):
+        code, out, err = cli(*arguments)
+        assert code == 2
+        assert "Usage: cukern" in out + err
+
+
+# -- failures ------------------------------------------------------------------------------------------------------
+
+
+def test_a_failure_is_one_line_and_code_1(cli, tmp_path):
+    code, out, err = cli("generate", str(tmp_path / "absent"), "x")
+    assert_one_line(err, code, 1)
+    assert err.startswith("cukern generate: error: ")
+    assert "absent" in err
+    assert out == ""
+
+
+def test_debug_shows_the_traceback(cli, tmp_path, monkeypatch):
+    for arguments in (
+        ["--debug", "generate", str(tmp_path / "absent"), "x"],
+        ["generate", str(tmp_path / "no"), "x", "--debug"],
+    ):
+        with pytest.raises(FileNotFoundError):
+            cli(*arguments)
+    monkeypatch.setenv("CUKERN_DEBUG", "1")
+    with pytest.raises(FileNotFoundError):
+        cli("generate", str(tmp_path / "absent"), "x")
+
+
+def test_debug_behind_a_double_dash_is_a_prompt(cli):
+    code, out, _ = cli("generate", "demo", "-n", "1", "--json", "--", "--debug")
+    assert code == 0
+    assert json.loads(out)["prompt"] == "--debug"
+
+
+def test_an_unexpected_error_names_its_type(cli, monkeypatch):
+    def broken(*arguments, **options):
+        raise ZeroDivisionError("line one\nline two")
+
+    monkeypatch.setattr("cukern.cli.generate._load", broken)
+    code, _, err = cli("generate", "demo", "x", "--device", "cpu")
+    assert_one_line(err, code, 1)
+    assert "ZeroDivisionError: line one (--debug shows the rest)" in err
+
+
+def test_interrupt_is_code_130(cli, monkeypatch):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cukern.cli.generate._run", interrupted)
+    code, _, err = cli("generate", "demo", "x", "--device", "cpu")
+    assert code == 130
+    assert "Traceback" not in err
+
+
+def test_ctrl_c_in_a_running_process():
+    command = [sys.executable, "-u", "-m", "cukern", "demo", "--device", "cpu", "--tokens", "1024"]
+    with subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        line = process.stdout.readline()  # it is past its imports
+        assert "on the CPU" in line
+        process.stdout.read(60)  # it generates
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+
+
+def test_a_closed_pipe_is_quiet():
+    command = [sys.executable, "-u", "-m", "cukern", "generate", "demo", PROMPT, "--device", "cpu", "-n", "400"]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.read(5)
+        process.stdout.close()
+        err = process.stderr.read()
+        process.wait(timeout=60)
+    assert err == b""
+    assert process.returncode == 141
+
+
+# -- generate ------------------------------------------------------------------------------------------------------
+
+
+def expected_text(tokens: int) -> str:
+    from cukern.engine import Tokenizer
+    from cukern.models import demo_checkpoint
+
+    with np.load(GOLDEN) as golden:
+        return Tokenizer(demo_checkpoint()).decode(golden["greedy_ids"][0][:tokens])
+
+
+GENERATE = ("generate", "demo", "--device", "cpu", "-n", "12")
+
+
+def test_generate_streams_or_prints_the_same(cli, tmp_path):
+    expected = (0, expected_text(12) + "\n", "")
+    assert cli(*GENERATE, PROMPT) == expected
+    assert cli(*GENERATE, PROMPT, "--no-stream") == expected
+    assert cli(*GENERATE, stdin=PROMPT.encode() + b"\n") == expected
+    assert cli(*GENERATE, "-", stdin=PROMPT.encode()) == expected
+    (tmp_path / "prompt.txt").write_bytes(PROMPT.encode() + b"\r\n")
+    assert cli(*GENERATE, "--file", str(tmp_path / "prompt.txt")) == expected
+
+
+def test_generate_json(cli):
+    code, out, err = cli(*GENERATE, PROMPT, "--json", "--logprobs")
+    assert (code, err, out.count("\n")) == (0, "", 1)
+    got = json.loads(out)
+    with np.load(GOLDEN) as golden:
+        assert got["token_ids"] == golden["greedy_ids"][0][:12].tolist()
+        np.testing.assert_allclose(got["logprobs"], golden["greedy_logprobs"][0][:12], atol=1e-3)
+        assert got["prompt_tokens"] == golden["input_ids"].shape[1]
+    assert (got["prompt"], got["text"]) == (PROMPT, expected_text(12))
+    assert (got["finish_reason"], got["stop_reason"], got["seed"], got["device"]) == ("length", None, None, "cpu")
+
+
+def test_generate_options_reach_the_sampler(cli):
+    options = ("--json", "-t", "0.9", "--top-k", "40", "--top-p", "0.9", "--min-p", "0.01", "--seed", "7")
+    once, again = (json.loads(cli(*GENERATE, "The", *options)[1]) for _ in range(2))
+    assert once["token_ids"] == again["token_ids"]
+    assert once["seed"] == 7
+    stopped = json.loads(cli(*GENERATE, PROMPT, "--json", "--stop", "nothing", "--stop", " duty")[1])
+    assert (stopped["text"], stopped["stop_reason"]) == (" it my", " duty")
+    token = json.loads(cli(*GENERATE, PROMPT, "--json")[1])["token_ids"][1]
+    assert json.loads(cli(*GENERATE, PROMPT, "--json", "--stop-token-id", str(token))[1])["stop_reason"] == token
+
+
+def test_generate_chat(cli):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where?"}]
+    from cukern.engine import Tokenizer
+    from cukern.models import demo_checkpoint
+
+    tokenizer = Tokenizer(demo_checkpoint())
+    got = json.loads(cli(*GENERATE, "Where?", "--chat", "--system", "Be brief.", "--no-think", "--json")[1])
+    assert got["prompt_tokens"] == len(tokenizer.encode(tokenizer.chat_template.render(messages)))
+
+
+def test_generate_refuses_bad_input(cli, tmp_path):
+    for stdin, message in ((b"", "empty"), (b"\xff\xfe", "standard input is not UTF-8 text")):
+        code, _, err = cli(*GENERATE, stdin=stdin)
+        assert_one_line(err, code, 1)
+        assert message in err
+    code, _, err = cli(*GENERATE, "x", "--max-model-len", "5")
+    assert_one_line(err, code, 1)
+    assert "max_model_len 5" in err
+    (tmp_path / "prompt.txt").write_text("x")
+    code, _, err = cli(*GENERATE, "x", "--file", str(tmp_path / "prompt.txt"))
+    assert_one_line(err, code, 2)
+
+
+def test_output_to_a_terminal_without_unicode():
+    command = [sys.executable, "-m", "cukern", *GENERATE, "𝔘𝔫𝔦 漢字 😸", "--chat", "--json"]
+    result = subprocess.run(
+        command, env=environment(PYTHONIOENCODING="ascii"), capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+
+
+# -- demo ----------------------------------------------------------------------------------------------------------
+
+
+def test_demo_on_the_cpu(cli):
+    code, out, err = cli("demo", "--device", "cpu", "--check")
+    assert (code, err) == (0, "")
+    assert "on the CPU through the NumPy reference, as asked" in out
+    assert f"\n{PROMPT}{expected_text(48)}\n" in out
+    assert "check: all 48 tokens equal" in out
+
+
+def test_demo_says_why_it_runs_where_it_runs(cli):
+    code, out, _ = cli("demo", "--tokens", "2")
+    assert code == 0
+    first = out.splitlines()[0]
+    assert ("because no GPU can be used: " in first) or ("on the GPU " in first)
+
+
+def test_demo_check_fails_on_other_tokens(cli, monkeypatch):
+    from cukern.engine import Completion
+
+    def wrong(llm, prompt, sampling, *, show):
+        return Completion("", [1, 2, 3], "length", None, None, [], None)
+
+    monkeypatch.setattr("cukern.cli.generate._run", wrong)
+    code, _, err = cli("demo", "--device", "cpu", "--tokens", "3", "--check")
+    assert_one_line(err, code, 1)
+    assert "token 0 differs from the NumPy reference" in err
+
+
+@pytest.mark.gpu
+def test_demo_on_the_gpu(cli):
+    code, out, _ = cli("demo", "--check")
+    assert code == 0
+    assert "on the GPU" in out
+    assert f"\n{PROMPT}{expected_text(48)}\n" in out
+
+
+# -- info, compile, cache ------------------------------------------------------------------------------------------
+
+
+def test_info(cli, tmp_path):
+    code, out, err = cli("info")
+    assert (code, err) == (0, "")
+    for name in ("cukern", "GPU", "driver", "CuPy", "NVRTC", "CUDA headers", "kernels", "cache"):
+        assert any(line.startswith(name) for line in out.splitlines()), name
+    assert str(tmp_path / "cache") in out
+    state = json.loads(cli("info", "--json")[1])
+    assert state["usable"] == ("no GPU" not in out)
+    if not state["usable"]:
+        assert "\nproblem " in out
+
+
+def test_compile_and_cache(cli, tmp_path):
+    code, out, _ = cli("compile", "swiglu", "--arch", "sm_80", "--jobs", "2")
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[-1].startswith(f"{len(lines) - 1} kernels compiled in ")
+    assert lines[-1].endswith("for sm_80; 0 failed, 0 spill registers")
+    assert all("sm_80" in line and "registers" in line for line in lines[:-1])
+    assert cli("compile", "swiglu.cu", "--arch", "sm_80", "--quiet")[1].count("\n") == 1
+    assert cli("cache", "path")[1] == f"{tmp_path / 'cache'}\n"
+    shown = json.loads(cli("cache", "show", "--json")[1])
+    assert shown["per_arch"] == {"sm_80": len(lines) - 1}
+    assert f"{len(lines) - 1} kernels" in cli("cache", "show")[1]
+    assert cli("cache", "clear", "--arch", "sm_90a")[1].startswith("deleted 0 kernels")
+    assert cli("cache", "clear")[1].startswith(f"deleted {len(lines) - 1} kernels")
+    assert json.loads(cli("cache", "show", "--json")[1])["entries"] == 0
+
+
+def test_a_kernel_that_fails_to_compile_is_code_1(cli, monkeypatch):
+    from cukern import jit
+
+    spec = jit.variants()[0]
+    bad = jit.Built(spec, "sm_80", None, "line 3: error:\nno such thing")
+    spilling = jit.Built(spec, "sm_80", jit.Resources("sm_80", 255, 0, 64, 16, 32, 1024))
+
+    def compile_all(targets, jobs, progress, specs):
+        for i, built in enumerate((bad, spilling)):
+            progress(built, i + 1, 2)
+        return [bad, spilling]
+
+    monkeypatch.setattr(jit, "compile_all", compile_all)
+    code, out, err = cli("compile", "--arch", "sm_80")
+    assert code == 1
+    assert "FAIL line 3: error: no such thing" in err
+    assert "SPILLS 16+32 B" in out
+    assert "1 failed, 1 spill registers" in out
+
+
+# -- bench ---------------------------------------------------------------------------------------------------------
+
+
+def test_bench_without_a_gpu_refuses(cli, monkeypatch):
+    monkeypatch.setattr("cukern.models.device.cuda_problem", lambda: "it is in the other machine")
+    code, out, err = cli("bench", "ops")
+    assert_one_line(err, code, 1)
+    assert "bench measures a GPU, and none is usable: it is in the other machine" in err
+    assert out == ""
+
+
+def test_bench_options_and_exit_code(cli, monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr("cukern.bench.run.run", lambda options: seen.append(options) or len(seen) - 1)
+    assert cli("bench", "--op", "rope", "--op", "linear", "--no-peers", "--csv", str(tmp_path / "x.csv"))[0] == 0
+    assert cli("bench", "decode", "prefill", "--batch", "2", "--batch", "4", "--context", "9", "--length", "7")[0] == 1
+    assert cli("bench")[0] == 1
+    first, second, third = seen
+    assert (list(first.parts), list(first.operators), first.peers) == (["ops"], ["rope", "linear"], False)
+    assert (list(second.parts), list(second.batches), list(second.contexts)) == (["decode", "prefill"], [2, 4], [9])
+    assert list(second.lengths) == [7]
+    assert (list(third.parts), list(third.batches), third.model) == (
+        ["ops", "model", "prefill", "decode", "startup"],
+        [1, 16, 64],
+        "0.6B",
+    )
+
+
+def test_parts_of_the_command_line_are_those_of_the_benchmark():
+    from cukern.bench import run
+    from cukern.cli import bench
+
+    assert bench.PARTS == run.PARTS
