@@ -160,7 +160,7 @@ static void on_signal(int signal, siginfo_t *info, void *context) {
     if (!w->in_fiber) return;
     if (!in_kernel) {  // perhaps in a check, which looks at this when its shortcut fails
       w->interrupted = true;
-      w->last_range = nullptr;
+      w->last_read = w->last_write = nullptr;
       return;
     }
     if (w->shared->stop) leave(w);
@@ -256,7 +256,12 @@ static void prepare(Worker *w, LaunchState *s, uint32_t i) {
   if (w->warps.size() < (size_t)w->warp_count) w->warps.resize((size_t)w->warp_count);
   if (w->ready.size() < n + 1) w->ready.resize(n + 1);
   w->permutation.resize(n);
-  w->switches = w->collectives = 0, w->done = 0, w->own_block = i, w->last_range = nullptr, w->interrupted = false;
+  for (unsigned u = 0; u < n; ++u) {
+    Thread &t = w->threads[u];
+    t.index = {u % w->block_dim.x, u / w->block_dim.x % w->block_dim.y, u / (w->block_dim.x * w->block_dim.y)};
+    t.linear = (int)u, t.lane = (int)(u & 31), t.warp = &w->warps[u >> 5];
+  }
+  w->switches = w->collectives = 0, w->done = 0, w->own_block = i, w->last_read = w->last_write = nullptr, w->interrupted = false;
   const size_t align = l->dynamic_align, need = (l->dynamic_bytes + 2 * align + 4095) / 4096 * 4096;
   if (!w->dynamic_map || w->dynamic_capacity < need) {
     if (w->dynamic_map) munmap(w->dynamic_map, w->dynamic_capacity + GUARD_BYTES);

@@ -120,7 +120,7 @@ static __attribute__((noinline)) void check_elsewhere(Worker *w, uintptr_t a, si
       forbidden = r;
       continue;
     }
-    if (!r->read_only) w->last_range = r;
+    (write ? w->last_write : w->last_read) = r;
     return;
   }
   if (forbidden) fail_access(F_READ_ONLY, pc, file, line, (void *)a, bytes, write, forbidden->argument, "write to a read-only array");
@@ -135,7 +135,7 @@ static inline void check_access(const void *p, size_t bytes, int write, void *pc
   if (!w || !w->current) return;
   const uintptr_t a = (uintptr_t)p;
   if (a - (uintptr_t)w->current->stack < STACK_BYTES) return;
-  const Range *r = w->last_range;
+  const Range *r = write ? w->last_write : w->last_read;
   if (r && a >= r->lo && a + bytes <= r->hi) return;
   check_elsewhere(w, a, bytes, write, pc, file, line);
 }

@@ -43,14 +43,11 @@ static char *take_stack(Worker *w) {
   return s + GUARD_BYTES;
 }
 static Thread *start_thread(Worker *w) {
-  const int i = w->permutation[w->started++];
-  Thread *t = &w->threads[i];
-  t->linear = i, t->lane = i & 31, t->warp = &w->warps[i >> 5], t->state = READY;
+  Thread *t = &w->threads[(size_t)w->permutation[w->started++]];
+  t->state = READY;
   t->copy_group = 0;
   t->copies.clear();
   t->what = t->file = nullptr;
-  const unsigned u = (unsigned)i;
-  t->index = {u % w->block_dim.x, u / w->block_dim.x % w->block_dim.y, u / (w->block_dim.x * w->block_dim.y)};
   return t;
 }
 static void fiber_main();
@@ -169,12 +166,14 @@ PUBLIC void emu_yield() {
   make_ready(w, t);
   dispatch(w, &t->context);
 }
+// Two places in one file usually share the string, but the compiler need not merge them.
+static inline bool different(const char *a, const char *b) { return a != b && strcmp(a, b); }
 PUBLIC int emu_barrier(int id, int count, int mode, int pred, const char *file, int line) {
   Worker *w = tls_worker;
   Thread *t = w->current;
   Barrier &b = w->barriers[id];
   if (b.arrived == 0) b.file = file, b.line = line, b.mode = mode;
-  else if (b.line != line || strcmp(b.file, file))
+  else if (b.line != line || different(b.file, file))
     fail(F_BARRIER, file, line, "threads of one block wait at different barriers: %d at %s:%d, this one at %s:%d", b.arrived, b.file, b.line, file, line);
   ++b.arrived;
   b.sum += pred;
@@ -202,7 +201,7 @@ static void collective(Worker *w, Thread *t, uint32_t mask, WarpOp op, const cha
     if (warp->waiting == 16) fail(F_MASK, file, line, "%s: more than 16 divergent warp operations at once", what);
     g = &warp->group[warp->waiting++];
     *g = {mask, 0, op, what, file, line};
-  } else if (g->op != op || g->line != line || strcmp(g->file, file))
+  } else if (g->op != op || g->line != line || different(g->file, file))
     fail(F_MASK, file, line, "lanes of one warp meet in different operations: %s at %s:%d waits, lane %d arrives in %s", g->what, g->file, g->line, t->lane, what);
   g->arrived |= 1u << t->lane;
   if (g->arrived != (mask & warp->live)) {

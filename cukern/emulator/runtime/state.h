@@ -148,7 +148,7 @@ struct Worker {
   size_t static_bytes;
   std::vector<Shadow> dynamic_shadow, static_shadow;
   uint32_t epoch, block_epoch;  // epoch counts barriers; block_epoch is its value at the start of the block
-  const Range *last_range;
+  const Range *last_read, *last_write;  // the ranges that accesses fell into most recently
   std::vector<Segment> segments;  // of the kernel's shared object
 
   uint64_t switches, collectives;
