@@ -153,7 +153,8 @@ def parameters(text: str, name: str) -> tuple[Parameter, ...]:
 def test_pointers_scalars_qualifiers() -> None:
     text = """
     extern "C" __global__ void __launch_bounds__(256, 2) k(const float *__restrict__ x, half* y, __half const * const z,
-        unsigned n, unsigned long long int big, const int m, bool flag, char c, double d, void *p, float **pp, int a[4]) {}
+        unsigned n, unsigned long long int big, const int m,
+        bool flag, char c, double d, void *p, float **pp, int a[4]) {}
     """
     got = [(p.name, p.kind, p.dtype) for p in parameters(text, "k")]
     assert got == [

@@ -21,6 +21,7 @@ from typing import Any
 from . import arch as architectures
 from .kernels import Kernel
 from .resources import Resources
+from .signature import name_expression
 from .source import kernels_src
 
 _memo: dict[tuple[Any, ...], Kernel] = {}
@@ -73,7 +74,9 @@ class KernelSpec:
         return kernel(self.file, self.name, self.template, dict(self.defines) or None)
 
     def __str__(self) -> str:
-        return f"{self.file}: {self.kernel().name}" + "".join(f" {k}={v}" for k, v in self.defines)
+        return f"{self.file}: {name_expression(self.name, self.template)}" + "".join(
+            f" {k}={v}" for k, v in self.defines
+        )
 
 
 def variants(modules: Iterable[str] | None = None) -> list[KernelSpec]:
