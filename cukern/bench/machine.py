@@ -43,13 +43,13 @@ def peer_module(name: str) -> Any:
         return None
 
 
-def facts(device: int, query: Callable[[int, str], str] | None = None) -> dict[str, str]:
+def facts(device: str, query: Callable[[str, str], str] | None = None) -> dict[str, str]:
     """GPU, driver, clocks (MHz), power limit (W), date and versions.
 
     Parameters
     ----------
-    device : int
-        Number of the GPU.
+    device : str
+        PCI bus id of the GPU (numbers mean something else to nvidia-smi where CUDA_VISIBLE_DEVICES is set).
     query : callable, optional
         (device, fields) -> one line of nvidia-smi's CSV; for tests.
     """
@@ -71,7 +71,7 @@ def facts(device: int, query: Callable[[int, str], str] | None = None) -> dict[s
     return found
 
 
-def _nvidia_smi(device: int, fields: str) -> str:
+def _nvidia_smi(device: str, fields: str) -> str:
     command = ["nvidia-smi", f"--id={device}", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cukern.bench.report import Row
+from cukern.bench.report import Row, describe
 from cukern.bench.timing import median_wall
 
 __all__ = ["ModelBench", "forward_flops"]
@@ -55,7 +55,8 @@ class ModelBench:
         self._torch: Any = torch if transformers is not None else None
         self._transformers = transformers
         self.model = cukern.Qwen3.from_pretrained(folder, dtype=dtype, device=device)
-        self._peer: Any = None
+        self._half: Any = None
+        self._peer_problem = ""
         self._peer_device = "cuda" if self.model.device.kind == "cuda" else "cpu"
 
     # -- logits against transformers ---------------------------------------------------------------------------
@@ -68,10 +69,7 @@ class ModelBench:
         prompts = [self._prompt(length) for length in lengths]
         exact: list[Any] = [None] * len(prompts)
         if self._torch is not None:
-            peer = self._load_peer("float32")
-            exact = [self._peer_logits(peer, p) for p in prompts]
-            del peer
-            self._collect()
+            exact = self._peer(lambda: self._exact_logits(prompts)) or exact
         rows = []
         for prompt, expected in zip(prompts, exact):
             ours = self.model(prompt[None])[0]
@@ -80,6 +78,7 @@ class ModelBench:
                 theirs = self._peer_logits(self._half_peer(), prompt)
                 error = self._relative_error(self._tensor(ours), expected)
                 limit = ERROR_RATIO * self._relative_error(theirs, expected)
+                del ours, theirs
                 peer_us = self._wall(partial(self._peer_logits, self._half_peer(), prompt))
             rows.append(
                 Row(
@@ -92,7 +91,7 @@ class ModelBench:
                     limit=limit,
                     peer="transformers" if peer_us else "",
                     peer_microseconds=peer_us,
-                    note="relative L2 error of the logits",
+                    note=f"relative L2 error of the logits{self._peer_problem}",
                 )
             )
         return rows
@@ -111,7 +110,7 @@ class ModelBench:
             microseconds = self._wall(partial(self._first, whole, prompt))
             peer_us = None
             if self._torch is not None:
-                peer_us = self._wall(partial(self._peer_logits, self._half_peer(), np.array(prompt), last=True))
+                peer_us = self._peer(partial(self._wall, partial(self._last_logits, np.array(prompt))))
             rows.append(
                 Row(
                     "prefill",
@@ -124,7 +123,7 @@ class ModelBench:
                     limit=0.0,
                     peer="transformers" if peer_us else "",
                     peer_microseconds=peer_us,
-                    note=f"{length / microseconds * 1e6:.0f} tokens/s; same bits in pieces",
+                    note=f"{length / microseconds * 1e6:.0f} tokens/s; same bits in pieces{self._peer_problem}",
                 )
             )
         return rows
@@ -146,7 +145,7 @@ class ModelBench:
                 same = [a == b for a, b in zip(first.token_ids + first.logprobs, alone.token_ids + alone.logprobs)]
                 peer_us = None
                 if self._torch is not None:
-                    peer_us = self._peer_step(prompts[:batch], steps, compiled_peer)
+                    peer_us = self._peer(partial(self._peer_step, prompts[:batch], steps, compiled_peer))
                 rows.append(
                     Row(
                         "decode",
@@ -158,7 +157,7 @@ class ModelBench:
                         limit=0.0,
                         peer=("transformers static" + (" compiled" if compiled_peer else "")) if peer_us else "",
                         peer_microseconds=peer_us,
-                        note=f"{batch / microseconds * 1e6:.0f} tokens/s; same bits as alone",
+                        note=f"{batch / microseconds * 1e6:.0f} tokens/s; same bits as alone{self._peer_problem}",
                     )
                 )
         return rows
@@ -227,9 +226,27 @@ class ModelBench:
         return load(self.folder, dtype=getattr(self._torch, dtype)).to(self._peer_device).eval()
 
     def _half_peer(self) -> Any:
-        if self._peer is None:
-            self._peer = self._load_peer(self.dtype)
-        return self._peer
+        if self._half is None:
+            self._half = self._load_peer(self.dtype)
+        return self._half
+
+    def _peer(self, work: Callable[[], Any]) -> Any:
+        """The result of work with transformers; None if it fails: another library's error must not end the run."""
+        try:
+            return work()
+        except Exception as error:
+            self._peer_problem = f"; transformers: {describe(error)}"
+            return None
+
+    def _exact_logits(self, prompts: list[np.ndarray]) -> list[Any]:
+        peer = self._load_peer("float32")
+        exact = [self._peer_logits(peer, p) for p in prompts]
+        del peer
+        self._collect()
+        return exact
+
+    def _last_logits(self, prompt: np.ndarray) -> Any:
+        return self._peer_logits(self._half_peer(), prompt, last=True)
 
     def _peer_logits(self, peer: Any, prompt: np.ndarray, *, last: bool = False) -> Any:
         with self._torch.inference_mode():

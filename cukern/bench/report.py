@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Floors", "Report", "Row"]
+__all__ = ["Floors", "Report", "Row", "describe"]
 
 
 @dataclass(frozen=True)
@@ -180,3 +180,8 @@ class Report:
         """One line at the end."""
         unchecked = sum(row.status == "unchecked" for row in self.rows)
         return f"{len(self.rows)} cases, {self.failed} FAIL, {unchecked} unchecked"
+
+
+def describe(error: Exception) -> str:
+    """Type and first line of an error."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -14,7 +14,7 @@ from cukern.bench.cases import Arrays, Case, Prepared
 from cukern.bench.machine import facts, measure_floors, peer_module, require_gpu
 from cukern.bench.model import ModelBench
 from cukern.bench.operators import operator_cases, product_cases
-from cukern.bench.report import Report, Row
+from cukern.bench.report import Report, Row, describe
 from cukern.bench.startup import startup
 from cukern.bench.timing import GpuTimer
 
@@ -99,7 +99,7 @@ def run(options: Options) -> int:
         torch = transformers = None
     with ExitStack() as stack:
         stack.enter_context(device.context())
-        machine = facts(device.index)
+        machine = facts(cupy.cuda.Device(device.index).pci_bus_id)
         timer = GpuTimer(cupy, float(machine["max_sm_mhz"] or 2000))
         report = Report(measure_floors(cupy, timer, torch), machine, options.echo, options.csv)
         report.head()
@@ -134,12 +134,33 @@ def measure(
         error=error,
         limit=prepared.limit,
     )
-    times = {name: microseconds(calls) for name, calls in (prepared.peers(torch) if torch else {}).items()}
+    times, notes = _time_peers(prepared, microseconds, torch)
     if times:
         row.peer = min(times, key=times.__getitem__)
         row.peer_microseconds = times[row.peer]
-        row.note = ", ".join(f"{name} {time:.2f} us" for name, time in times.items() if len(times) > 1)
+    if len(times) > 1:
+        notes = [f"{name} {time:.2f} us" for name, time in times.items()] + notes
+    row.note = ", ".join(notes)
     return row
+
+
+def _time_peers(
+    prepared: Prepared, microseconds: Callable[[Sequence[Callable[[], Any]]], float], torch: Any
+) -> tuple[dict[str, float], list[str]]:
+    """Times of the peers, and a note on each that fails: another library's error must not end the run."""
+    times, notes = dict[str, float](), list[str]()
+    if torch is None:
+        return times, notes
+    try:
+        peers = prepared.peers(torch)
+    except Exception as error:
+        return times, [f"peers: {describe(error)}"]
+    for name, calls in peers.items():
+        try:
+            times[name] = microseconds(calls)
+        except Exception as error:
+            notes.append(f"{name}: {describe(error)}")
+    return times, notes
 
 
 def _model_parts(options: Options, folder: Path, torch: Any, transformers: Any) -> Any:

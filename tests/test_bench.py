@@ -1,0 +1,413 @@
+"""Benchmarks without a GPU: every case and its check on the reference, the tables, the timing logic on a simulated
+GPU."""
+
+from __future__ import annotations
+
+import csv
+import math
+import subprocess
+from functools import partial
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cukern.bench import run as run_module
+from cukern.bench.attention import attention_cases
+from cukern.bench.cases import Arrays, Case, Prepared, spread
+from cukern.bench.linear import LinearCase
+from cukern.bench.machine import facts, require_gpu
+from cukern.bench.model import ModelBench, forward_flops
+from cukern.bench.operators import _linear, operator_cases, product_cases
+from cukern.bench.report import Floors, Report, Row
+from cukern.bench.run import Options, measure, run, select
+from cukern.bench.startup import startup
+from cukern.bench.timing import GpuTimer
+from cukern.models import demo_checkpoint
+
+FLOORS = Floors(4e12, 8e14)
+SMALL = [
+    *operator_cases(tokens=21, hidden=512, vocab=700, rows=17),
+    *attention_cases(((2, 40),), ((3, 70),), heads=4, kv_heads=2, dim=32),
+    *(
+        Case("linear", layer, partial(_linear, case=LinearCase("x", layer, 5, 48, 96, out_bytes)))
+        for layer, out_bytes in (("qkv", 2), ("o", 8), ("lm_head", 4))
+    ),
+]
+IDS = [f"{case.operator} {case.label}" for case in SMALL]
+
+
+# -- cases ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("case", SMALL, ids=IDS)
+def test_every_case_runs_and_passes_its_own_check(case, dtype):
+    prepared = case.prepare(Arrays(np, dtype, rotate=False))
+    for call in prepared.calls:
+        call()
+    assert prepared.check() <= prepared.limit
+    assert prepared.nbytes > 0
+
+
+@pytest.mark.parametrize("case", SMALL, ids=IDS)
+def test_every_check_sees_a_wrong_result(case, monkeypatch):
+    """The operator off by a quarter, or by one token."""
+    from cukern import ops
+
+    name = case.operator
+    right = getattr(ops, name)
+
+    def wrong(*arguments, **options):
+        result = right(*arguments, **options)
+        result[...] = result + 1 if result.dtype.kind == "i" else result + np.asarray(0.25, result.dtype)
+        return result
+
+    monkeypatch.setattr(ops, name, wrong)
+    prepared = case.prepare(Arrays(np, np.float16, rotate=False))
+    assert prepared.check() > prepared.limit
+
+
+def test_cases_of_the_benchmark():
+    cases = select(())
+    assert {c.operator for c in cases} == {
+        "embedding", "rms_norm", "swiglu", "rope", "qk_norm_rope_cache", "softmax", "token_logprobs", "argmax",
+        "sample", "linear", "attention_prefill", "attention_decode",
+    }  # fmt: skip
+    labels = [c.label for c in cases if c.operator == "attention_prefill"]
+    assert labels == ["B8 S2048 16/8x128", "B1 S8192 16/8x128", "B2 S8192 16/8x128"]
+    assert len(product_cases()) == 2 * (4 * 5 + 3)
+    assert {c.operator for c in select(["rope", "linear"])} == {"rope", "linear"}
+    with pytest.raises(ValueError, match="no operator 'nope'; there are argmax"):
+        select(["nope"])
+
+
+def test_arrays():
+    arrays = Arrays(np, np.float16)
+    assert arrays.copies(1) == 64
+    assert arrays.copies(50 << 20) == 4
+    assert arrays.copies(1 << 40) == 2
+    assert Arrays(np, np.float16, rotate=False).copies(1) == 1
+    big = arrays.normal(3, 1 << 20, scale=2.0)
+    assert big.shape == (3, 1 << 20)
+    assert big.dtype == np.float16
+    assert np.isfinite(big).all()
+    assert abs(float(big.astype(np.float32).std()) - 2) < 0.01
+    assert (big[0, :1000] != big[1, :1000]).mean() > 0.9  # rows differ: the period is odd
+    assert arrays.normal(4, dtype=np.float32).dtype == np.float32
+    assert spread(100, 3).tolist() == [0, 50, 99]
+    assert spread(2, 5).tolist() == [0, 1]
+
+
+# -- rows ----------------------------------------------------------------------------------------------------------
+
+
+def test_floor_rate_and_ratio():
+    memory = Row("rms_norm", "case", "float16", 10.0, nbytes=2e7, flops=1.0, error=1e-4, limit=1e-3)
+    assert memory.percent(FLOORS) == pytest.approx(50)
+    assert memory.rate(FLOORS) == "2000 GB/s"
+    compute = Row("linear", "case", "float16", 10.0, nbytes=1.0, flops=4e9, peer="x", peer_microseconds=20.0)
+    assert compute.percent(FLOORS) == pytest.approx(50)
+    assert compute.rate(FLOORS) == "400 TFLOP/s"
+    assert compute.ratio == 2.0
+    assert Row("startup", "", "", 1.0).percent(FLOORS) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "limit", "status"),
+    [(0.0, 0.0, "ok"), (1.0, 2.0, "ok"), (3.0, 2.0, "FAIL"), (math.nan, 2.0, "FAIL"), (math.inf, 2.0, "FAIL"),
+     (None, 2.0, "unchecked"), (1.0, None, "unchecked")],
+)  # fmt: skip
+def test_status(error, limit, status):
+    assert Row("a", "b", "c", 1.0, error=error, limit=limit).status == status
+
+
+def test_report_prints_and_writes(tmp_path):
+    lines = []
+    path = tmp_path / "bench.csv"
+    for _ in range(2):
+        report = Report(FLOORS, {"gpu": "H200", "driver": "580"}, lines.append, path)
+        report.head()
+        report.add(Row("linear", "M1", "float16", 2.0, 8e6, 1e3, 1e-4, 1e-3, "cuBLAS", 3.0))
+        report.add(Row("rope", "T8", "float16", 1.0, 10.0, error=2.0, limit=1e-3, note="a, b"))
+    assert "H200" in lines[0]
+    assert "4.00 TB/s, 800 TFLOP/s (measured here)" in lines[1]
+    assert lines[3].split() == [
+        "linear",
+        "M1",
+        "float16",
+        "2.00",
+        "4000",
+        "GB/s",
+        "100",
+        "1.50",
+        "cuBLAS",
+        "0.0001",
+        "0.001",
+        "ok",
+    ]
+    assert "FAIL" in lines[4]
+    assert (report.failed, report.summary()) == (1, "2 cases, 1 FAIL, 0 unchecked")
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 4  # one header
+    assert rows[0]["gb_per_s"] == "4000.0"
+    assert rows[0]["ratio_to_peer"] == "1.500"
+    assert rows[1]["status"] == "FAIL"
+    assert rows[1]["note"] == "a, b"
+    assert rows[3]["gpu"] == "H200"
+
+
+def test_measure_checks_before_it_times_and_keeps_the_best_peer():
+    order = []
+
+    def check():
+        order.append("check")
+        return 0.5
+
+    def microseconds(calls):
+        order.append("time")
+        return {"ours": 4.0, "slow": 9.0, "fast": 2.0}[calls[0]()]
+
+    def peers(torch):
+        return {"slow": [lambda: "slow"], "fast": [lambda: "fast"]}
+
+    prepared = Prepared([lambda: "ours"], check, 0.1, 100.0, 0.0, peers)
+    case = Case("rope", "label", lambda arrays: prepared)
+    row = measure(case, Arrays(np, np.float16), microseconds, torch=object())
+    assert order[0] == "check"
+    assert (row.status, row.peer, row.ratio) == ("FAIL", "fast", 0.5)
+    assert "slow 9.00 us" in row.note
+    assert measure(case, Arrays(np, np.float16), microseconds, torch=None).ratio is None
+
+
+def test_a_peer_that_fails_is_noted_and_does_not_end_the_run():
+    def microseconds(calls):
+        return calls[0]()
+
+    def broken():
+        raise RuntimeError("no kernel\nfor this")
+
+    def unavailable(torch):
+        raise ImportError("gone")
+
+    case = Case(
+        "rope", "", lambda a: Prepared([lambda: 1.0], lambda: 0.0, 0.0, 1.0, 0.0, lambda torch: {"x": [broken]})
+    )
+    row = measure(case, Arrays(np, np.float16), microseconds, torch=object())
+    assert (row.status, row.peer, row.note) == ("ok", "", "x: RuntimeError: no kernel")
+    case = Case("rope", "", lambda a: Prepared([lambda: 1.0], lambda: 0.0, 0.0, 1.0, 0.0, unavailable))
+    assert measure(case, Arrays(np, np.float16), microseconds, torch=object()).note == "peers: ImportError: gone"
+
+
+# -- timing --------------------------------------------------------------------------------------------------------
+
+
+class SimulatedGpu:
+    """A queue with a clock: kernels take device time, launching takes host time, events stamp the device's clock."""
+
+    def __init__(self, monkeypatch, host_us: float, device_us: float) -> None:
+        self.host, self.device = 0.0, 0.0  # microseconds
+        self.host_us, self.device_us = host_us, device_us
+        self.launched = []
+        monkeypatch.setattr("cukern.bench.timing.time.perf_counter", lambda: self.host * 1e-6)
+        gpu = self
+
+        class Event:
+            def record(self):
+                self.at = gpu.device = max(gpu.device, gpu.host)
+
+            def synchronize(self):
+                gpu.host = max(gpu.host, self.at)
+
+        self.cuda = SimpleNamespace(
+            Event=Event,
+            get_elapsed_time=lambda a, b: (b.at - a.at) * 1e-3,
+            runtime=SimpleNamespace(deviceSynchronize=lambda: None),
+        )
+
+    def launch(self, name: str, host_us: float, device_us: float) -> None:
+        self.host += host_us
+        self.device = max(self.device, self.host) + device_us
+        self.launched.append(name)
+
+    def spin(self, grid, block, arguments):
+        self.launch("spin", 1.0, arguments[0] / 2000)
+
+    def timer(self, monkeypatch) -> GpuTimer:
+        monkeypatch.setattr("cukern.jit.Kernel", lambda source, name: self.spin)
+        return GpuTimer(self, 2000)
+
+
+@pytest.mark.parametrize(("host_us", "device_us"), [(20.0, 3.0), (1.0, 50.0), (20.0, 0.5), (5.0, 30000.0)])
+def test_timer_sees_the_device_and_not_the_host(monkeypatch, host_us, device_us):
+    gpu = SimulatedGpu(monkeypatch, host_us, device_us)
+    calls = [lambda i=i: gpu.launch(f"call {i}", host_us, device_us) for i in range(3)]
+    assert gpu.timer(monkeypatch).microseconds(calls) == pytest.approx(device_us, rel=0.02)
+    names = [n for n in gpu.launched if n != "spin"]
+    assert set(names) == {"call 0", "call 1", "call 2"}  # inputs are rotated
+
+
+def test_timer_takes_a_sample_again_when_the_host_was_too_slow(monkeypatch):
+    gpu = SimulatedGpu(monkeypatch, 10.0, 2.0)
+    slow = iter([10.0] * 300 + [100.0] * 150)
+    timer = gpu.timer(monkeypatch)
+    assert timer.microseconds([lambda: gpu.launch("x", next(slow, 10.0), 2.0)]) == pytest.approx(2.0, rel=0.02)
+
+
+# -- machine -------------------------------------------------------------------------------------------------------
+
+
+def test_facts():
+    got = facts("0", lambda device, fields: "NVIDIA H200, 580.65, 1980, 3201, 1980, 700.00\n")
+    assert (got["gpu"], got["driver"], got["sm_mhz"], got["power_w"]) == ("NVIDIA H200", "580.65", "1980", "700.00")
+    assert got["date"].endswith("Z")
+    assert got["cupy"]
+
+    def absent(device, fields):
+        raise FileNotFoundError("nvidia-smi")
+
+    assert facts("0", absent)["gpu"] == ""
+
+    def failing(device, fields):
+        raise subprocess.CalledProcessError(9, "nvidia-smi")
+
+    assert facts("0", failing)["max_sm_mhz"] == ""
+
+
+def test_without_a_gpu_it_refuses(monkeypatch):
+    monkeypatch.setattr("cukern.models.device.cuda_problem", lambda: "no such thing")
+    for part in ("ops", "decode"):
+        with pytest.raises(RuntimeError, match="bench measures a GPU, and none is usable: no such thing"):
+            run(Options(parts=(part,)))
+    with pytest.raises(RuntimeError, match="none is usable"):
+        require_gpu()
+
+
+# -- the model -----------------------------------------------------------------------------------------------------
+
+
+def test_flops_of_a_forward_pass():
+    config = SimpleNamespace(
+        hidden_size=4, q_size=8, kv_size=2, intermediate_size=6, num_hidden_layers=3, vocab_size=10
+    )
+    products = 4 * (8 + 4) + 8 * 4 + 3 * 4 * 6
+    attention = sum(2 * 2 * 8 * keys for keys in range(1, 6))
+    assert forward_flops(config, 5, 2) == 3 * (5 * 2 * products + attention) + 2 * 2 * 4 * 10
+
+
+@pytest.fixture(scope="module")
+def bench():
+    return ModelBench(demo_checkpoint(), "auto", "demo", device="cpu")
+
+
+def test_model_rows_without_peers(bench):
+    (logits,) = bench.logits((8,))
+    assert (logits.status, logits.peer) == ("unchecked", "")
+    assert logits.flops == forward_flops(bench.model.config, 8, 8)
+    (prefill,) = bench.prefill((9,))
+    assert prefill.microseconds > 0
+    assert "tokens/s" in prefill.note
+
+
+def test_decode_rows(bench):
+    rows = bench.decode((1, 3), (5,), steps=6)
+    assert [r.case for r in rows] == ["demo B1 ctx5", "demo B3 ctx5"]
+    assert rows[0].status == "ok"
+    weights = bench.model.config.num_parameters * 4
+    assert rows[1].nbytes == weights + 3 * 8 * (2 * 4 * 2 * 128 * 4)
+
+
+def test_a_sequence_that_differs_in_its_batch_is_counted(bench, monkeypatch):
+    steps = bench._decode_steps
+
+    def other(llm, prompts, sampling):
+        microseconds, first = steps(llm, prompts, sampling)
+        first.token_ids[2] += 1
+        return microseconds, first
+
+    monkeypatch.setattr(bench, "_decode_steps", other)
+    (row,) = bench.decode((1,), (5,), steps=4)
+    assert (row.error, row.status) == (1.0, "FAIL")
+
+
+def test_relative_error_of_logits(bench):
+    class Tensor:
+        """The few methods of a torch tensor that are used."""
+
+        def __init__(self, array):
+            self.array = np.asarray(array, np.float64)
+
+        def split(self, rows):
+            return [Tensor(self.array[i : i + rows]) for i in range(0, len(self.array), rows)]
+
+        def double(self):
+            return self
+
+        def square(self):
+            return Tensor(self.array**2)
+
+        def sum(self):
+            return self.array.sum()
+
+        def __sub__(self, other):
+            return Tensor(self.array - other.array)
+
+    exact = np.full((300, 2), 3.0)
+    assert bench._relative_error(Tensor(exact * 1.01), Tensor(exact)) == pytest.approx(0.01)
+
+
+def test_startup_rows():
+    rows = startup(demo_checkpoint(), "auto", "demo", device="cpu")
+    assert [r.case for r in rows] == ["demo, cache as found", "demo, cache warm"]
+    assert [r.status for r in rows] == ["ok", "ok"]
+    assert all("first token" in r.note for r in rows)
+
+
+def test_startup_that_fails(tmp_path):
+    with pytest.raises(RuntimeError, match=r"the process ended with code 1: FileNotFoundError"):
+        startup(tmp_path, "auto", "x", device="cpu")
+
+
+def test_all_parts_in_order(monkeypatch, tmp_path):
+    """The whole of `run` with the GPU, the peers and the measurements replaced."""
+    done = []
+    device = SimpleNamespace(index=0, context=lambda: __import__("contextlib").nullcontext())
+    cupy = SimpleNamespace(
+        get_default_memory_pool=lambda: SimpleNamespace(free_all_blocks=lambda: None),
+        cuda=SimpleNamespace(Device=lambda index: SimpleNamespace(pci_bus_id="0000:19:00.0")),
+    )
+    monkeypatch.setattr(run_module, "require_gpu", lambda: cupy)
+    monkeypatch.setattr("cukern.models.device.Device.parse", lambda name: device)
+    monkeypatch.setattr(run_module, "facts", lambda bus: {"gpu": "x", "max_sm_mhz": "1980"})
+    monkeypatch.setattr(run_module, "GpuTimer", lambda cupy, mhz: SimpleNamespace(microseconds=lambda calls: 1.0))
+    monkeypatch.setattr(run_module, "measure_floors", lambda cupy, timer, torch: FLOORS)
+    row = Row("x", "y", "z", 1.0, error=0.0, limit=0.0)
+    monkeypatch.setattr(run_module, "measure", lambda case, *rest: done.append(case.operator) or row)
+    monkeypatch.setattr(run_module, "startup", lambda *a: done.append("startup") or [row])
+    monkeypatch.setattr("cukern.testing.checkpoints.make_checkpoint", lambda path, *a: path)
+
+    class Bench:
+        def __init__(self, folder, dtype, name, torch, transformers):
+            assert folder.is_dir()
+
+        def logits(self, lengths):
+            done.append("model")
+            return [row]
+
+        def prefill(self, lengths):
+            done.append("prefill")
+            return [row]
+
+        def decode(self, batches, contexts, *, compiled_peer):
+            done.append("decode")
+            return [Row("x", "y", "z", 1.0, error=1.0, limit=0.0)]
+
+    monkeypatch.setattr(run_module, "ModelBench", Bench)
+    lines = []
+    path = tmp_path / "x.csv"
+    assert run(Options(operators=("rope",), csv=path, echo=lines.append, peers=False)) == 1
+    assert done == ["rope", "startup", "model", "prefill", "decode"]
+    assert lines[-1] == "5 cases, 1 FAIL, 0 unchecked"
+    assert len(path.read_text().splitlines()) == 6
