@@ -132,8 +132,8 @@ class Kernel:
             }
         )
 
-    def _binary(self, target: Target, form: str = "binary") -> Compiled:
-        """The compiled program for a target, from memory, the disk cache or the compiler."""
+    def _binary(self, target: Target, form: str = "binary", *, keep: bool = True) -> Compiled:
+        """The compiled program for a target, from memory (where it stays if `keep`), the disk cache or the compiler."""
         known = self._compiled.get(f"{target.name} {form}")
         if known is None:
             architectures.parse(target.name, toolchain.supported_architectures())
@@ -142,12 +142,27 @@ class Kernel:
                 self._key(target, form),
                 lambda: compiler.compile_source(self.source, [self.name], target, ptx=form == "ptx"),
             )
-            self._compiled[f"{target.name} {form}"] = known
+            if keep:
+                self._compiled[f"{target.name} {form}"] = known
         return known
 
-    def compile(self, arch: str | None = None) -> Resources:
-        """Compile for an architecture (default: as at construction) without launching; returns the resources."""
-        return self._resources(self._target() if arch is None else architectures.parse(arch))
+    def compile(self, arch: str | None = None) -> Resources | None:
+        """Compile into the cache without loading anything, for ahead-of-time use.
+
+        Parameters
+        ----------
+        arch : str, optional
+            Default: as at construction.
+
+        Returns
+        -------
+        Resources or None
+            As the compiler reports them; None for a "compute" target, whose machine code the driver makes.
+        """
+        target = self._target() if arch is None else architectures.parse(arch)
+        compiled = self._binary(target, keep=False)
+        usage = compiled.usage.get(compiled.names[self.name])
+        return None if usage is None else self._report(compiled, usage, None)
 
     @property
     def cubin(self) -> bytes:
@@ -200,9 +215,12 @@ class Kernel:
             )
         if usage is None:
             raise CudaUnavailableError(f"the resources of {self.name!r} for {target.name} are known only on such a GPU")
-        bound = compiled.max_threads.get(mangled) or 1024
+        return self._report(compiled, usage, loaded)
+
+    def _report(self, compiled: Compiled, usage: compiler.Usage, loaded: LoadedKernel | None) -> Resources:
+        bound = compiled.max_threads.get(compiled.names[self.name]) or 1024
         return Resources(
-            arch=target.name,
+            arch=compiled.target,
             registers=usage.registers,
             shared=usage.shared,
             local=usage.stack,

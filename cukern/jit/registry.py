@@ -112,7 +112,10 @@ def _spec(item: Any, module: str) -> KernelSpec:
 
 @dataclass(frozen=True)
 class Built:
-    """One variant compiled for one architecture; ``error`` is empty where it compiled."""
+    """One variant compiled for one architecture; ``error`` is empty where it compiled.
+
+    ``resources`` is None after an error, and for a "compute" target.
+    """
 
     spec: KernelSpec
     arch: str

@@ -239,10 +239,11 @@ def _normalise(params: str) -> str:
 
 def _aliases(code: str) -> dict[str, str]:
     out = dict(_KNOWN_ALIASES)
-    for m in re.finditer(r"\btypedef\s+([\w\s:]+?[\s*]+)(\w+)\s*;", code):
+    for m in re.finditer(r"\btypedef\s+([\w\s:]*[\s*])(\w+)\s*;", code):
         out[m[2]] = m[1].strip()
-    for m in re.finditer(r"(?<!>)\s*\busing\s+(\w+)\s*=\s*([\w\s:]+\**)\s*;", code):
-        out[m[1]] = m[2].strip()
+    for m in re.finditer(r"\busing\s+(\w+)\s*=\s*([\w\s:]+\**)\s*;", code):
+        if not code[: m.start()].rstrip().endswith(">"):  # an alias template is no alias
+            out[m[1]] = m[2].strip()
     return out
 
 

@@ -187,6 +187,10 @@ class _Expander:
 
 def _without_comments(line: str, in_comment: bool) -> tuple[str, bool]:
     """The line without comments, enough to recognise directives; string literals are kept."""
+    if not in_comment and "/*" not in line:  # nearly every line
+        return (line.split("//")[0], False) if "#" in line else ("", False)
+    if in_comment and "*/" not in line:
+        return "", True
     out, i, quote = [], 0, ""
     while i < len(line):
         two = line[i : i + 2]
