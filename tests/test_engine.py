@@ -556,6 +556,16 @@ def test_a_forked_process_is_told_to_spawn(model):
             use()
 
 
+def test_a_child_of_a_process_that_used_cuda_is_told_to_spawn(monkeypatch):
+    def count():
+        raise RuntimeError("cudaErrorInitializationError: initialization error")
+
+    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=SimpleNamespace(getDeviceCount=count)))
+    monkeypatch.setattr("cukern.models.device._cupy", lambda: cupy)
+    with pytest.raises(ValueError, match=r"initialization error; .*spawn"):
+        LLM(demo_checkpoint(), device="cuda")
+
+
 def test_an_edited_weight_shows_in_the_next_generation(tokenizer):
     model = cukern.Qwen3.from_pretrained(demo_checkpoint(), device="cpu")
     llm = LLM(model, tokenizer=tokenizer, num_blocks=4)

@@ -66,7 +66,7 @@ def test_layout_of_a_decode_step():
 @pytest.fixture
 def fake_cupy(monkeypatch):
     """Enough of CuPy to see what Staging does: device memory is a NumPy array."""
-    log = SimpleNamespace(copies=[], waits=0, allocated=0)
+    log = SimpleNamespace(copies=[], waits=0, allocated=0, stream="first", synchronized=[])
 
     class Device(np.ndarray):
         @property
@@ -85,8 +85,20 @@ def fake_cupy(monkeypatch):
     def wait():
         log.waits += 1
 
-    stream = SimpleNamespace(record=lambda: SimpleNamespace(synchronize=wait))
-    cuda = SimpleNamespace(alloc_pinned_memory=bytearray, get_current_stream=lambda: stream)
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def __eq__(self, other: object) -> bool:
+            return self.name == other.name
+
+        def record(self):
+            return SimpleNamespace(synchronize=wait)
+
+        def synchronize(self):
+            log.synchronized.append(self.name)
+
+    cuda = SimpleNamespace(alloc_pinned_memory=bytearray, get_current_stream=lambda: Stream(log.stream))
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda, empty=empty, uint8=np.uint8))
     return log
 
@@ -117,6 +129,13 @@ def test_staging_uses_its_buffers_again_after_the_copy_left(fake_cupy):
     assert (fake_cupy.allocated, fake_cupy.waits) == (1, 2)
     staging.upload({"a": np.zeros(1 << 16, np.int32)})
     assert fake_cupy.allocated == 2
+
+
+def test_staging_waits_for_the_stream_of_the_step_before(fake_cupy):
+    staging = Staging(SimpleNamespace(kind="cuda"))
+    for fake_cupy.stream in ("first", "first", "second", "second"):
+        staging.upload({"a": np.zeros(3, np.int32)})
+    assert fake_cupy.synchronized == ["first"]
 
 
 def test_staging_passes_host_arrays_through():

@@ -27,6 +27,7 @@ class Staging:
         self._host = np.zeros(0, np.uint8)
         self._buffer: Any = None
         self._copied: Any = None  # event: the last copy has left the host buffer
+        self._stream: Any = None
 
     def upload(self, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
         """The arrays on the device. They are views of one buffer, valid until the next upload."""
@@ -48,6 +49,9 @@ class Staging:
             raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             self._host[starts[name] : starts[name] + raw.size] = raw
         stream = cupy.cuda.get_current_stream()
+        if self._stream is not None and stream != self._stream:
+            self._stream.synchronize()  # its kernels may still read the device buffer (and write the KV cache)
+        self._stream = stream
         self._buffer.data.copy_from_host_async(self._host.ctypes.data, end, stream)
         self._copied = stream.record()
         return {

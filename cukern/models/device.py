@@ -111,7 +111,10 @@ def cuda_problem() -> str | None:
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except Exception as error:  # CUDARuntimeError: no driver, too old a driver, no device
-        return f"CUDA reports {str(error).splitlines()[0]}"
+        text = f"CUDA reports {str(error).splitlines()[0]}"
+        if "InitializationError" in text:  # what a child of a process that already used CUDA gets
+            text += "; a GPU cannot be used across fork, start workers with multiprocessing.get_context('spawn')"
+        return text
     return None if count else "no NVIDIA GPU was found"
 
 
