@@ -190,7 +190,9 @@ def build_runtime() -> Path:
 
     def build(_: Path, out: Path) -> None:
         options = [*_BASE, "-O3", "-g1", "-w", f"-I{INCLUDE}", "-shared"]
-        run([*options, "-o", out, RUNTIME / "runtime.cpp"])
+        # kernels find the mathematical functions through the runtime; the C++ library is not used
+        options += ["-nostdlib++"] if not find_compiler().gcc else []
+        run([*options, "-o", out, RUNTIME / "runtime.cpp", "-Wl,--no-as-needed", "-lm"])
 
     return cached(f"runtime-{key('runtime')}.so", build)
 
@@ -224,7 +226,7 @@ def build_kernel(text: str, *, check: bool, debug: bool) -> Path:
             options += ["-fno-sanitize=all"] if not compiler.gcc else []
         compiled = scratch / "kernel.o"
         run([*options, "-c", "-o", compiled, source])
-        # no sanitizer library: the runtime library defines the hooks
-        run(["-shared", "-o", out, compiled])
+        # no sanitizer library: the runtime library defines the hooks (zig adds its own unless told to optimise)
+        run(["-shared", *(["-O2", "-nostdlib"] if compiler.zig else []), "-o", out, compiled])
 
     return cached(f"kernel-{key(text, check, debug)}.so", build)

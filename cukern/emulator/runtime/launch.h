@@ -56,7 +56,7 @@ PUBLIC int emu_printf(const char *format, ...) {
   }
   char text[900];
   int used = 0;
-  std::vector<bool> seen((size_t)w->thread_count);
+  bool seen[1024] = {};
   const Thread *first = nullptr;
   text[0] = 0;
   for (int i = 0; i < w->thread_count && used < 700; ++i) {
@@ -202,7 +202,7 @@ static int find_segments(struct dl_phdr_info *info, size_t, void *p) {
   w->static_bytes = tls_bytes;
   for (int i = 0; i < info->dlpi_phnum; ++i) {
     const auto &h = info->dlpi_phdr[i];
-    if (h.p_type == PT_LOAD) w->segments.push_back({info->dlpi_addr + h.p_vaddr, info->dlpi_addr + h.p_vaddr + h.p_memsz});
+    if (h.p_type == PT_LOAD) w->segments.push({info->dlpi_addr + h.p_vaddr, info->dlpi_addr + h.p_vaddr + h.p_memsz});
   }
   return 1;
 }
@@ -216,12 +216,17 @@ static void *worker_main(void *p) {
   sigaltstack(&alternative, nullptr);
   l->tls_anchor();  // brings this thread's copy of the static shared memory into being
   w->statics = nullptr, w->static_bytes = 0;
-  w->segments.clear();
+  w->segments.count = 0;
   dl_iterate_phdr(find_segments, w);
   if (l->check) {
-    w->dynamic_shadow.assign(l->dynamic_bytes / 2 + 1, Shadow{});
-    w->static_shadow.assign(w->static_bytes / 2 + 1, Shadow{});
-    w->epoch = 0;
+    // what earlier launches left is recognised by its epoch
+    if (w->dynamic_shadow.count < l->dynamic_bytes / 2 + 1) w->dynamic_shadow.resize(l->dynamic_bytes / 2 + 1);
+    if (w->static_shadow.count < w->static_bytes / 2 + 1) w->static_shadow.resize(w->static_bytes / 2 + 1);
+    if (w->epoch > 1u << 31) {
+      w->dynamic_shadow.reset(w->dynamic_shadow.count);
+      w->static_shadow.reset(w->static_shadow.count);
+      w->epoch = 0;
+    }
   }
   if (sigsetjmp(w->escape, 1) == 0) {
     w->in_fiber = true;
@@ -232,7 +237,7 @@ static void *worker_main(void *p) {
         if (b >= s->block_count || s->stop) break;
         run_block(w, l->order == DOWN ? s->block_count - 1 - b : b);
       }
-  } else w->free_stacks = w->all_stacks;
+  } else w->free_stacks.copy(w->all_stacks);
   w->in_fiber = false, w->current = nullptr;
   pthread_mutex_lock(&s->mutex);
   w->done = 1;
@@ -245,16 +250,16 @@ static void *worker_main(void *p) {
   tls_worker = nullptr;
   return nullptr;
 }
-static std::vector<Worker *> idle_workers;
+static List<Worker *> idle_workers;
 
 static void prepare(Worker *w, LaunchState *s, uint32_t i) {
   Launch *l = s->launch;
   const size_t n = (size_t)l->block[0] * l->block[1] * l->block[2];
   w->shared = s, w->launch = l, w->thread_count = (int)n, w->warp_count = (int)((n + 31) / 32);
   w->block_dim = {l->block[0], l->block[1], l->block[2]}, w->grid_dim = {l->grid[0], l->grid[1], l->grid[2]};
-  if (w->threads.size() < n + 31) w->threads.resize(n + 31);
-  if (w->warps.size() < (size_t)w->warp_count) w->warps.resize((size_t)w->warp_count);
-  if (w->ready.size() < n + 1) w->ready.resize(n + 1);
+  if (w->threads.count < n + 31) w->threads.resize(n + 31);
+  if (w->warps.count < (size_t)w->warp_count) w->warps.resize((size_t)w->warp_count);
+  if (w->ready.count < n + 1) w->ready.resize(n + 1);
   w->permutation.resize(n);
   for (unsigned u = 0; u < n; ++u) {
     Thread &t = w->threads[u];
@@ -284,7 +289,8 @@ PUBLIC void *emu_map_guarded(uint64_t bytes) {
 }
 PUBLIC void emu_unmap_guarded(void *p, uint64_t bytes) { munmap((char *)p - GUARD_BYTES, bytes + 2 * GUARD_BYTES); }
 PUBLIC void emu_start(Launch *l) {
-  LaunchState *s = new LaunchState();
+  LaunchState *s = (LaunchState *)calloc(1, sizeof(LaunchState));
+  if (!s) abort();
   l->state = s;
   s->launch = l;
   pthread_mutex_init(&s->mutex, nullptr);
@@ -306,14 +312,11 @@ PUBLIC void emu_start(Launch *l) {
   for (uint32_t i = 0; i < n; ++i) {
     Worker *w;
     if (idle_workers.empty()) {
-      w = new Worker();
-      w->signal_stack = malloc(64 << 10);
-    } else {
-      w = idle_workers.back();
-      idle_workers.pop_back();
-    }
+      w = (Worker *)calloc(1, sizeof(Worker));
+      if (!w || !(w->signal_stack = malloc(64 << 10))) abort();
+    } else w = idle_workers.pop();
     prepare(w, s, i);
-    s->workers.push_back(w);
+    s->workers.push(w);
   }
   s->running = (int)n;
   for (Worker *w : s->workers)
@@ -355,10 +358,11 @@ PUBLIC int emu_wait(Launch *l, double seconds, int cancel) {
   for (Worker *w : s->workers) {
     pthread_join(w->os_thread, nullptr);
     l->switches += w->switches, l->collectives += w->collectives, l->static_bytes = w->static_bytes;
-    idle_workers.push_back(w);
+    idle_workers.push(w);
   }
   for (int i = 0; i < 4; ++i) sigaction(FAULT_SIGNALS[i], &previous_actions[i], nullptr);
   sigaction(STOP_SIGNAL, &previous_actions[4], nullptr);
-  delete s;
+  free(s->workers.items);
+  free(s);
   return 1;
 }

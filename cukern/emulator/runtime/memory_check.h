@@ -59,7 +59,7 @@ static void check_shared(Worker *w, Shadow *table, size_t offset, size_t bytes, 
       s.read_epoch = 0;
     } else {
       if (s.write_epoch < born || !(s.writer & mask)) {
-        if (is_guard(w->launch, table == w->static_shadow.data(), offset)) continue;
+        if (is_guard(w->launch, table == w->static_shadow.items, offset)) continue;
         fail_access(F_UNINITIALISED, pc, file, line, p, bytes, 0, -1, "read of shared memory that this block has not written");
       }
       const unsigned reader = s.reader & S_THREAD;
@@ -105,12 +105,12 @@ static __attribute__((noinline)) void check_elsewhere(Worker *w, uintptr_t a, si
       fail_access(F_OUT_OF_BOUNDS, pc, file, line, (void *)a, bytes, write, -1, text);
     }
     const size_t offset = a - (uintptr_t)w->dynamic;
-    return check_shared(w, w->dynamic_shadow.data(), offset, bytes, write, pc, file, line, (void *)a);
+    return check_shared(w, w->dynamic_shadow.items, offset, bytes, write, pc, file, line, (void *)a);
   }
   if (w->statics && a - (uintptr_t)w->statics < w->static_bytes) {
     const size_t offset = a - (uintptr_t)w->statics;
     if (bytes > w->static_bytes - offset) bytes = w->static_bytes - offset;
-    return check_shared(w, w->static_shadow.data(), offset, bytes, write, pc, file, line, (void *)a);
+    return check_shared(w, w->static_shadow.items, offset, bytes, write, pc, file, line, (void *)a);
   }
   const Range *forbidden = nullptr;
   for (int i = 0; i < l->range_count; ++i) {
@@ -149,8 +149,8 @@ static inline void check_aligned(const void *p, size_t bytes, int write, void *p
 
 static Shadow *shared_shadow(Worker *w, const void *p, size_t *offset) {
   const uintptr_t a = (uintptr_t)p;
-  if ((*offset = a - (uintptr_t)w->dynamic) < w->launch->dynamic_bytes) return w->dynamic_shadow.data();
-  if (w->statics && (*offset = a - (uintptr_t)w->statics) < w->static_bytes) return w->static_shadow.data();
+  if ((*offset = a - (uintptr_t)w->dynamic) < w->launch->dynamic_bytes) return w->dynamic_shadow.items;
+  if (w->statics && (*offset = a - (uintptr_t)w->statics) < w->static_bytes) return w->static_shadow.items;
   return nullptr;
 }
 // A cp.async: the target is a write by this thread that nobody, this thread included, may touch before the wait.

@@ -7,12 +7,12 @@
 static inline void make_ready(Worker *w, Thread *t) {
   t->state = READY;
   w->ready[w->ready_tail] = t;
-  if (++w->ready_tail == w->ready.size()) w->ready_tail = 0;
+  if (++w->ready_tail == w->ready.count) w->ready_tail = 0;
 }
 static inline bool nothing_ready(Worker *w) { return w->ready_head == w->ready_tail; }
 static inline Thread *take_ready(Worker *w) {
   Thread *t = w->ready[w->ready_head];
-  if (++w->ready_head == w->ready.size()) w->ready_head = 0;
+  if (++w->ready_head == w->ready.count) w->ready_head = 0;
   return t;
 }
 static inline uint64_t next_random(Worker *w) {
@@ -21,11 +21,7 @@ static inline uint64_t next_random(Worker *w) {
   return w->random = x;
 }
 static char *take_stack(Worker *w) {
-  if (!w->free_stacks.empty()) {
-    char *s = w->free_stacks.back();
-    w->free_stacks.pop_back();
-    return s;
-  }
+  if (!w->free_stacks.empty()) return w->free_stacks.pop();
   if (w->pool_used == w->pool_size) {
     w->pool_size = 1024, w->pool_used = 0;
     void *p = mmap(nullptr, w->pool_size * (STACK_BYTES + GUARD_BYTES), PROT_READ | PROT_WRITE,
@@ -35,18 +31,18 @@ static char *take_stack(Worker *w) {
       fail(F_RESOURCE, nullptr, 0, "no memory for the stacks of the emulated threads");
     }
     w->pool = (char *)p;
-    w->pools.push_back((uintptr_t)p);
+    w->pools.push((uintptr_t)p);
   }
   char *s = w->pool + w->pool_used++ * (STACK_BYTES + GUARD_BYTES);
   mprotect(s, GUARD_BYTES, PROT_NONE);
-  w->all_stacks.push_back(s + GUARD_BYTES);
+  w->all_stacks.push(s + GUARD_BYTES);
   return s + GUARD_BYTES;
 }
 static Thread *start_thread(Worker *w) {
   Thread *t = &w->threads[(size_t)w->permutation[w->started++]];
   t->state = READY;
   t->copy_group = 0;
-  t->copies.clear();
+  t->copies.count = 0;
   t->what = t->file = nullptr;
   return t;
 }
@@ -96,7 +92,7 @@ static void release_barrier(Worker *w, Barrier &b) {
     make_ready(w, t);
   }
   if (w->launch->order == RANDOM) {
-    const size_t size = w->ready.size();
+    const size_t size = w->ready.count;
     for (size_t i = n; i > 1; --i) {
       const size_t j = next_random(w) % i, a = (first + i - 1) % size, c = (first + j) % size;
       Thread *x = w->ready[a];
@@ -146,7 +142,7 @@ static void fiber_main() {
       w->current = u;
       continue;
     }
-    w->free_stacks.push_back(stack);
+    w->free_stacks.push(stack);
     Context unused;
     dispatch(w, &unused);
   }

@@ -5,7 +5,7 @@
 #include <setjmp.h>
 #include <signal.h>
 #include <stddef.h>
-#include <vector>
+#include "list.h"
 
 enum FaultKind {  // mirrored by _native.py
   F_NONE, F_OUT_OF_BOUNDS, F_READ_ONLY, F_SHARED_RACE, F_UNINITIALISED, F_BARRIER, F_DEADLOCK, F_MISALIGNED, F_MASK, F_STACK,
@@ -67,7 +67,7 @@ struct Thread {
   const char *what, *file;  // where it waits
   int line, barrier_result;
   unsigned copy_group;
-  std::vector<CopyInFlight> copies;
+  List<CopyInFlight> copies;
   Thread *next;
 };
 
@@ -114,7 +114,7 @@ struct LaunchState {
   unsigned grid_waiting, grid_generation, grid_exited;
   double deadline;
   int pings;
-  std::vector<Worker *> workers;
+  List<Worker *> workers;
   pthread_mutex_t print_mutex;
 };
 
@@ -129,16 +129,16 @@ struct Worker {
   Context main;
   uint3 block_index, block_dim, grid_dim;
   int thread_count, live, started, warp_count;
-  std::vector<Thread> threads;
-  std::vector<Warp> warps;
+  List<Thread> threads;
+  List<Warp> warps;
   Barrier barriers[16];
-  std::vector<Thread *> ready;  // ring buffer
+  List<Thread *> ready;  // ring buffer
   size_t ready_head, ready_tail;
-  std::vector<int> permutation;
+  List<int> permutation;
   uint64_t random;
 
-  std::vector<char *> free_stacks, all_stacks;
-  std::vector<uintptr_t> pools;
+  List<char *> free_stacks, all_stacks;
+  List<uintptr_t> pools;
   char *pool;
   size_t pool_size, pool_used;
 
@@ -146,10 +146,10 @@ struct Worker {
   size_t dynamic_capacity;
   char *statics;  // the kernel's thread-local segment
   size_t static_bytes;
-  std::vector<Shadow> dynamic_shadow, static_shadow;
+  List<Shadow> dynamic_shadow, static_shadow;
   uint32_t epoch, block_epoch;  // epoch counts barriers; block_epoch is its value at the start of the block
   const Range *last_read, *last_write;  // the ranges that accesses fell into most recently
-  std::vector<Segment> segments;  // of the kernel's shared object
+  List<Segment> segments;  // of the kernel's shared object
 
   uint64_t switches, collectives;
   sigjmp_buf escape;

@@ -86,7 +86,7 @@ PUBLIC void emu_cp_async(void *dst, const void *src, int bytes, int src_bytes, c
   if (src_bytes) emu_access(src, (unsigned)src_bytes, false, (unsigned)bytes, "cp.async source", file, line);
   if (w->launch->check) begin_copy(w, c, CALLER);
   memset(dst, 0xff, (size_t)bytes);  // who reads too early sees NaN
-  t->copies.push_back(c);
+  t->copies.push(c);
 }
 PUBLIC void emu_cp_commit() { ++tls_worker->current->copy_group; }
 PUBLIC void emu_cp_wait(int pending) { finish_copies(tls_worker, tls_worker->current, pending); }
@@ -102,5 +102,5 @@ static void finish_copies(Worker *w, Thread *t, int pending) {
     memcpy(c.dst, c.src, (size_t)c.src_bytes);
     memset((char *)c.dst + c.src_bytes, 0, (size_t)(c.bytes - c.src_bytes));
   }
-  t->copies.resize(kept);
+  t->copies.count = kept;
 }
