@@ -88,12 +88,14 @@ class RowsVariant:
         return self.warps * self.slots * 32
 
     def fits(self, segment: int) -> bool:
-        """Whether it can run with these segments: one segment has one slot."""
-        unit = 16 if self.weight_a else 8
+        """Whether it can run with these segments (one segment has one slot), in registers and shared memory."""
+        unit, warp_rows = (16 if self.weight_a else 8), self.rows // self.warps
         ring = 16 + self.stages * self.slots * (self.rows + self.mt) * self.bk * 2
         return (
             (segment != 0 or self.slots == 1)
             and self.rows % (self.warps * unit) == 0
+            and warp_rows <= 32
+            and warp_rows * self.mt <= 1024
             and self.threads <= 1024
             and ring + self.slots * self.mt * self.rows * 4 <= MAX_SHARED
         )
@@ -130,7 +132,7 @@ def _row_tile(m: int) -> int:
 
 def _rows_with_segments(mt: int, rows: int, segments: int) -> RowsVariant | None:
     """The variant that takes most segments at once; None if nothing fits."""
-    warps = 2 if mt == 64 and rows >= 32 else 1
+    warps = max(1, rows // 32, rows * mt // 1024)
     for slots in (16, 12, 8, 4, 2, 1):
         if slots > 4 and slots >= segments + 4:
             continue
