@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-HEAVY = ("cupy", "numpy.random", "tokenizers", "jinja2", "typer", "safetensors", "cukern.emulator", "cuda.bindings")
+HEAVY = ("cupy", "numpy.random", "tokenizers", "jinja2", "typer", "safetensors", "cukern.emulator")
 
 
 def run(code: str) -> str:
