@@ -46,7 +46,7 @@ def test_layout_of_prompts():
     assert got["position"].tolist() == [6, 3]  # of the tokens to be drawn
     assert got["top_k"].tolist() == [3, 0]
     assert {n: a.dtype.name for n, a in got.items()} == {
-        "slot_mapping": "int64", "logits_indices": "int64", "seed": "int64", "position": "int64",
+        "slot_mapping": "int64", "logits_indices": "int64", "seed": "uint64", "position": "int64",
         "token_ids": "int32", "positions": "int32", "cu_seqlens_q": "int32", "seq_lens": "int32",
         "block_tables": "int32", "top_k": "int32", "temperature": "float32", "logprob_temperature": "float32",
         "top_p": "float32", "min_p": "float32",
@@ -61,6 +61,26 @@ def test_layout_of_a_decode_step():
     assert got["slot_mapping"].tolist() == [0, 13]
     assert got["seq_lens"].tolist() == [5, 2]
     assert got["logits_indices"].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        ([{"temperature": 0.0}, {"temperature": 0.0, "top_k": 4}], None),  # greedy: no draw at all
+        ([{"temperature": 1.0}, {"temperature": 0.0}], {"top_k": 0, "top_p": 1.0, "min_p": 0.0}),
+        ([{"temperature": 1.0, "top_k": 5}, {"temperature": 1.0}], {"top_k": [5, 0], "top_p": 1.0, "min_p": 0.0}),
+        ([{"temperature": 1.0, "min_p": 0.5, "top_p": 0.5}], {"top_k": 0, "top_p": [0.5], "min_p": [0.5]}),
+    ],
+)
+def test_filters_that_no_row_uses_are_left_out(monkeypatch, sampling, expected):
+    seen = []
+    monkeypatch.setattr("cukern.reference.sample", lambda logits, **options: seen.append(options) or np.zeros(9))
+    plan = StepPlan([request([1], 0, [0], **s) for s in sampling], [1] * len(sampling), is_decode=True)
+    runner = Runner(SimpleNamespace(device=SimpleNamespace(kind="cpu")), SimpleNamespace(block_size=4))
+    host = runner._layout(plan, plan.sampled)
+    runner._draw(np.zeros((len(sampling), 7), np.float32), host, host, [False])
+    got = [{n: np.asarray(o[n]).tolist() for n in ("top_k", "top_p", "min_p")} for o in seen]
+    assert got == ([] if expected is None else [expected])
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from cukern.engine.scheduler import StepPlan
 
 __all__ = ["Runner", "Staging"]
 
+_FILTERS_OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 _ALIGN = 256  # bytes; what a freshly allocated device array has
 
 
@@ -117,14 +118,10 @@ class Runner:
         if (host["temperature"] == 0).all():
             tokens = ops.argmax(logits)
         else:
+            # A filter that no row uses goes as a number, so that the sampler can leave its pass out.
+            filters = {n: at[n] if (host[n] != off).any() else off for n, off in _FILTERS_OFF.items()}
             tokens = ops.sample(
-                logits,
-                temperature=at["temperature"],
-                top_k=at["top_k"],
-                top_p=at["top_p"],
-                min_p=at["min_p"],
-                seed=at["seed"],
-                position=at["position"],
+                logits, temperature=at["temperature"], seed=at["seed"], position=at["position"], **filters
             )
         if not any(wanted):
             return tokens, None
@@ -156,7 +153,7 @@ class Runner:
         return {
             "slot_mapping": slots,
             "logits_indices": cu_seqlens[1:][sampled] - 1,
-            "seed": np.array([p.seed for p in params], np.int64),
+            "seed": np.array([p.seed for p in params], np.uint64),
             # The token's own position in its sequence: the same noise however the sequence got here.
             "position": ends[sampled],
             "token_ids": tokens,
