@@ -1,7 +1,5 @@
-"""``python -m cukern`` is the command line."""
-
-import sys
+"""``python -m cukern``: the command line."""
 
 from cukern.cli import main
 
-sys.exit(main())
+main()
