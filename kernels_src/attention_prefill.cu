@@ -1,17 +1,17 @@
 // Attention over whole sequences or chunks of them (FlashAttention-2 shape, tensor cores, sm_80 and later).
-// Formula   out = softmax(scale * q k^T + mask) v per query head; head h reads key/value head h / group. Causal: query i
-//           of n sees the keys j <= i + kv_len - n. lse = log sum exp(scale * q k^T).
+// Formula   out = softmax(scale * q k^T + mask) v per query head; head h reads key/value head h / group. Causal: query
+//           i of n sees the keys j <= i + kv_len - n. lse = log sum exp(scale * q k^T).
 // Layouts   q [tokens, Hq, D] with strides (sequence, token, head), out the same without gaps, lse float [tokens, Hq];
 //           k, v: dense [B, Skv, Hkv, D]; packed [Tk, Hkv, D] + cu_seqlens_k; or pages [blocks, Hkv, page, D] + tables.
 // Bound     tensor cores: 4 * D flops per query-key pair. Every warp reads K and V from shared memory by itself, 256
 //           bytes per mma of 16 rows, so 128 bytes a cycle limit an SM to half of its dense rate.
-// Launch    one CTA per (query tile of Rows, head); grid.x = slots * Hq, no host knowledge of the lengths: a packed batch
-//           has T / Rows + B slots and each CTA searches cu_seqlens for its own; the longest causal tiles go first.
+// Launch    one CTA per (query tile of Rows, head); grid.x = slots * Hq, no host knowledge of the lengths: a packed
+//           batch has T / Rows + B slots and each CTA searches cu_seqlens for its own; the longest causal tiles go first.
 // Template  T half | bf16; D multiple of 16 up to 256; Paged; Warps 4 | 8; Stages of K/V tiles 1 | 2; Chunk (numerics).
 //           D <= 128: a warp owns 16 query rows. D > 128: two warps share 16 rows; both compute all scores, each owns
 //           half of the columns of V. Shared memory: (Rows + 2 * Stages * 64) * D * 2 bytes, at most 96 KB.
-// Numerics  tiles of 64 keys, chunks of Chunk keys from key 0, merged in ascending order by common/softmax.cuh: the bits
-//           of a row do not depend on the tile height, the stages, the page layout or the rest of the batch.
+// Numerics  tiles of 64 keys, chunks of Chunk keys from key 0, merged in ascending order by common/softmax.cuh: the
+//           bits of a row do not depend on the tile height, the stages, the page layout or the rest of the batch.
 // Measured  see docs/performance.md
 #include "common/kv_tile.cuh"
 #include "common/softmax.cuh"
@@ -66,8 +66,8 @@ __device__ __forceinline__ void score_tile(float (&s)[TILE / 8][4], const Querie
 // One online-softmax step: turns the scores of a tile into p, adds p v to acc, and updates m and l of both rows.
 // Blocks16: 16-column blocks of V that this warp owns, from block d0; `last` false leaves the last one out.
 template <class T, int D, int Blocks16>
-__device__ __forceinline__ void attend_tile(float (&s)[TILE / 8][4], float (&acc)[2 * Blocks16][4], float (&m)[2], float (&l)[2],
-                                            bool first, float c, const T *values, int d0, bool last) {
+__device__ __forceinline__ void attend_tile(float (&s)[TILE / 8][4], float (&acc)[2 * Blocks16][4], float (&m)[2],
+                                            float (&l)[2], bool first, float c, const T *values, int d0, bool last) {
   const int lane = value_lane<D>();
   float mc[2], corr[2], sum[2];
 #pragma unroll
@@ -115,7 +115,8 @@ __device__ __forceinline__ void attend_tile(float (&s)[TILE / 8][4], float (&acc
 
 // Which sequence and which of its query tiles a slot of a packed batch stands for: sequence i owns the slots from
 // cu[i] / Rows + i up to the next one's, never fewer than it has tiles. tile < 0 or past its end: nothing to do.
-template <int Rows> __device__ __forceinline__ void find_tile(const int *cu, int batch, int slot, int &sequence, int &tile) {
+template <int Rows>
+__device__ __forceinline__ void find_tile(const int *cu, int batch, int slot, int &sequence, int &tile) {
   int low = 0, high = batch;  // the largest i with start(i) <= slot
   while (high - low > 1) {
     const int mid = (low + high) >> 1;
@@ -135,6 +136,7 @@ __global__ void __launch_bounds__(Warps * 32, Warps == 4 ? (D <= 64 ? 3 : 2) : 1
                       int num_blocks, int causal, float scale, float c) {
   constexpr int Split = D > 128 ? 2 : 1, Rows = 16 * Warps / Split, Threads = Warps * 32;
   constexpr int Blocks16 = ceil_div(D / 16, Split), TilesPerChunk = Chunk / TILE;
+  constexpr int Unroll = D == 112 && Stages == 1 ? 1 : 2;  // of the copies; 112 with one stage would spill otherwise
   static_assert(Chunk % TILE == 0 && D % 16 == 0 && D <= 256, "see the head of the file");
   extern __shared__ __align__(128) unsigned char shared[];
   T *const s_q = reinterpret_cast<T *>(shared), *const s_k = s_q + Rows * D, *const s_v = s_k + Stages * TILE * D;
@@ -161,7 +163,8 @@ __global__ void __launch_bounds__(Warps * 32, Warps == 4 ? (D <= 64 ? 3 : 2) : 1
   }
 
   const int row0 = tile * Rows, kv_head = head / group;
-  const T *const q_rows = q + (cu_q != nullptr ? 0 : b * q_sequence) + (i64)(q_begin + row0) * q_token + (i64)head * q_head;
+  const T *const q_rows =
+      q + (cu_q != nullptr ? 0 : b * q_sequence) + (i64)(q_begin + row0) * q_token + (i64)head * q_head;
   const bool dense_kv = !Paged && cu_k == nullptr;
   const T *const k_rows = k + (dense_kv ? b * k_sequence : 0) + (i64)k_begin * k_token + (i64)kv_head * k_head;
   const T *const v_rows = v + (dense_kv ? b * v_sequence : 0) + (i64)k_begin * v_token + (i64)kv_head * v_head;
@@ -180,7 +183,7 @@ __global__ void __launch_bounds__(Warps * 32, Warps == 4 ? (D <= 64 ? 3 : 2) : 1
     rare.v = v_rows;
     if constexpr (Paged) rare.table = tables + (i64)b * max_blocks;
   }
-  if constexpr (Paged) __syncthreads();
+  __syncthreads();
 
   // Query row r sees the keys [0, seen(r)). It grows with r, so the last row of a warp or CTA decides its tiles.
   const int shift = causal ? len - n + 1 : 1 << 30;
@@ -198,16 +201,18 @@ __global__ void __launch_bounds__(Warps * 32, Warps == 4 ? (D <= 64 ? 3 : 2) : 1
   auto copy_keys = [&](int t) {
     T *const dst = s_k + t % Stages * TILE * D;
     if constexpr (Paged)
-      copy_pages<T, D, TILE, Threads, Kv::key, 2>(dst, rare.k, k_sequence, k_token, pages, t * TILE, len, page_shift, num_blocks);
+      copy_pages<T, D, TILE, Threads, Kv::key, Unroll>(dst, rare.k, k_sequence, k_token, pages, t * TILE, len,
+                                                       page_shift, num_blocks);
     else
-      copy_rows<T, D, TILE, Threads>(dst, k_rows + (i64)t * TILE * k_token, k_token, len - t * TILE);
+      copy_rows<T, D, TILE, Threads, Unroll>(dst, rare.k + (i64)t * TILE * k_token, k_token, len - t * TILE);
   };
   auto copy_values = [&](int t) {
     T *const dst = s_v + t % Stages * TILE * D;
     if constexpr (Paged)
-      copy_pages<T, D, TILE, Threads, Kv::value, 2>(dst, rare.v, v_sequence, v_token, pages, t * TILE, len, page_shift, num_blocks);
+      copy_pages<T, D, TILE, Threads, Kv::value, Unroll>(dst, rare.v, v_sequence, v_token, pages, t * TILE, len,
+                                                         page_shift, num_blocks);
     else
-      copy_rows<T, D, TILE, Threads>(dst, v_rows + (i64)t * TILE * v_token, v_token, len - t * TILE);
+      copy_rows<T, D, TILE, Threads, Unroll>(dst, rare.v + (i64)t * TILE * v_token, v_token, len - t * TILE);
   };
 
   float s[TILE / 8][4], acc[2 * Blocks16][4], total[2 * Blocks16][4];

@@ -19,8 +19,8 @@ template <int Columns> struct RowTile {
   }
 };
 
-// Fragments by ldmatrix. A lane's place in a fragment is found once (a_lane, key_lane, value_lane: offset of its 16 bytes
-// in rows 0 ... 15 at column 0); `fragment_at` moves it to 16-column block `block` and row row0 (a multiple of 8).
+// Fragments by ldmatrix. A lane's place in a fragment is found once (a_lane, key_lane, value_lane: offset of its 16
+// bytes in rows 0 ... 15 at column 0); `fragment_at` moves it to 16-column block `block` and row row0 (a multiple of 8).
 __device__ __forceinline__ int lane_id() { return threadIdx.x & 31; }
 
 // Q or P as A operand: 16 rows x 16 columns.
@@ -40,10 +40,11 @@ template <int Columns> __device__ __forceinline__ int fragment_at(int lane_offse
 }
 
 // Copies rows [0, valid) of `src` into a tile of Rows rows and zero-fills the others.
-template <class T, int Columns, int Rows, int Threads>
+// Unroll: of the loop where threads change columns; fully unrolled, its loop invariants fill the registers of a caller.
+template <class T, int Columns, int Rows, int Threads, int Unroll = 2>
 __device__ __forceinline__ void copy_rows(T *tile, const T *src, int stride, int valid) {
   constexpr int pieces = Columns / 8, total = Rows * pieces, step = Threads / pieces;
-  if constexpr (Threads % pieces == 0 && step % 8 == 0 && Rows % step == 0) {  // a thread stays in its column: cheap steps
+  if constexpr (Threads % pieces == 0 && step % 8 == 0 && Rows % step == 0) {  // a thread stays in its column
     int row = threadIdx.x / pieces;
     T *dst = tile + RowTile<Columns>::at(row, threadIdx.x % pieces);
     const T *from = src + (i64)row * stride + threadIdx.x % pieces * 8;
@@ -54,7 +55,7 @@ __device__ __forceinline__ void copy_rows(T *tile, const T *src, int stride, int
       from += (i64)step * stride;
     }
   } else {
-#pragma unroll 2  // fully unrolled, its loop invariants would fill the registers of the prefill loop
+#pragma unroll Unroll
     for (int n = threadIdx.x; n < total; n += Threads) {
       const int row = n / pieces, piece = n % pieces;
       const bool ok = row < valid;
@@ -73,14 +74,14 @@ template <int Rows> __device__ __forceinline__ int fetch_pages(const int *table,
 
 enum class Kv { key, value };
 
-// Copies keys [key0, key0 + Rows) of one head out of a paged cache (cache points at the head in block 0); keys >= len are
-// zero-filled. A block id outside the cache is not followed: its keys become NaN and with them the rows that see them.
+// Copies keys [key0, key0 + Rows) of one head out of a paged cache (cache points at the head in block 0); keys >= len
+// are zero-filled. A block id outside the cache is not followed: its keys become NaN and with them the rows that see them.
 template <class T, int Columns, int Rows, int Threads, Kv kind, int Unroll>
 __device__ __forceinline__ void copy_pages(T *tile, const T *cache, i64 block_stride, int stride, int pages, int key0,
                                            int len, int page_shift, int num_blocks) {
   constexpr int pieces = Columns / 8, total = Rows * pieces;
   const int mask = (1 << page_shift) - 1;
-#pragma unroll Unroll  // fully unrolled, its loop invariants would fill the registers of the prefill loop
+#pragma unroll Unroll
   for (int n = threadIdx.x; n < ceil_div(total, Threads) * Threads; n += Threads) {
     const int row = n / pieces, piece = n % pieces;
     const int block = __shfl_sync(0xffffffffu, pages, row >> page_shift);

@@ -1,8 +1,8 @@
-// Online softmax for attention: one step per tile of 64 keys, one merge per chunk of keys (docs/numerics.md, attention).
+// Online softmax for attention: one step per tile of 64 keys, one merge per chunk of keys (docs/numerics.md, item 2).
 // Prefill and decode both come through here, so that a query row has the same bits in both.
 //   statistics of a row   m  largest raw score q.k so far, the same in the 4 lanes of a quad
 //                         l  sum of p over the columns that this lane owns (2t, 2t+1 of every 8): 4 partial sums a row
-//   c = scale * log2(e);  p = exp2(s * c - m * c), one fma;  a row that has seen no key has m = -inf and counts as m = 0
+//   c = scale * log2(e);  p = exp2(s * c - m * c), one fma;  a row that saw no key has m = -inf and counts as m = 0
 // Every operation is spelt out (__fmaf_rn, __fmul_rn): the compiler may not choose where to fuse.
 // Test: tests/test_attention_prefill.py, tests/test_attention_decode.py
 #pragma once
