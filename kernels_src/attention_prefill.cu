@@ -6,7 +6,7 @@
 // Bound     tensor cores: 4 * D flops per query-key pair. Every warp reads K and V from shared memory by itself, 256
 //           bytes per mma of 16 rows, so 128 bytes a cycle limit an SM to half of its dense rate.
 // Launch    one CTA per (query tile of Rows, head); grid.x = slots * Hq, no host knowledge of the lengths: a packed
-//           batch has T / Rows + B slots and each CTA searches cu_seqlens for its own; the longest causal tiles go first.
+//           batch has T / Rows + B slots and each CTA searches cu_seqlens for its own; long causal tiles go first.
 // Template  T half | bf16; D multiple of 16 up to 256; Paged; Warps 4 | 8; Stages of K/V tiles 1 | 2; Chunk (numerics).
 //           D <= 128: a warp owns 16 query rows. D > 128: two warps share 16 rows; both compute all scores, each owns
 //           half of the columns of V. Shared memory: (Rows + 2 * Stages * 64) * D * 2 bytes, at most 96 KB.

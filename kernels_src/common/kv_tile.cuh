@@ -20,7 +20,7 @@ template <int Columns> struct RowTile {
 };
 
 // Fragments by ldmatrix. A lane's place in a fragment is found once (a_lane, key_lane, value_lane: offset of its 16
-// bytes in rows 0 ... 15 at column 0); `fragment_at` moves it to 16-column block `block` and row row0 (a multiple of 8).
+// bytes in rows 0 ... 15 at column 0); `fragment_at` moves it to 16-column block `block`, row row0 (a multiple of 8).
 __device__ __forceinline__ int lane_id() { return threadIdx.x & 31; }
 
 // Q or P as A operand: 16 rows x 16 columns.
@@ -75,7 +75,7 @@ template <int Rows> __device__ __forceinline__ int fetch_pages(const int *table,
 enum class Kv { key, value };
 
 // Copies keys [key0, key0 + Rows) of one head out of a paged cache (cache points at the head in block 0); keys >= len
-// are zero-filled. A block id outside the cache is not followed: its keys become NaN and with them the rows that see them.
+// are zero-filled. A block id outside the cache is not followed: its keys become NaN and so do the rows that see them.
 template <class T, int Columns, int Rows, int Threads, Kv kind, int Unroll>
 __device__ __forceinline__ void copy_pages(T *tile, const T *cache, i64 block_stride, int stride, int pages, int key0,
                                            int len, int page_shift, int num_blocks) {
