@@ -169,7 +169,7 @@ __device__ __forceinline__ u32 filter(SelectMemory &memory, const Source &source
 }
 
 template <class T, bool Aligned>
-__global__ void __launch_bounds__(SELECT_THREADS)
+__global__ void __launch_bounds__(SELECT_THREADS, 2)
     sample_threshold(const T *__restrict__ x, const float2 *__restrict__ tiles, const float *__restrict__ group_maxima,
                      float *__restrict__ thresholds, int *__restrict__ out,
                      const float *__restrict__ temperatures, float temperature,
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(SELECT_THREADS)
   if (use_k) {
     low = top_k_bound(memory, group_maxima, count * VOCAB_GROUPS, top_k, m);
   } else {
-    // All n tokens below this weigh less than (1 - p) S together; and below min_p none is kept. A little lower for rounding.
+    // All n tokens below this weigh less than (1 - p) S together; below min_p none is kept. A little lower for rounding.
     const float tail = (1.f - top_p) * stats.y / (float)n;
     low = order_key(m + (log2f(fmaxf(tail, min_p)) - 0.5f) / c) - 1u;
   }
@@ -277,7 +277,8 @@ __global__ void __launch_bounds__(WARPS * 32)
     sample_draw(const T *__restrict__ x, const float2 *__restrict__ tiles, const float *__restrict__ thresholds,
                 u64 *__restrict__ best, u32 *__restrict__ counters, int *__restrict__ out,
                 const float *__restrict__ temperatures, float temperature,
-                const int *__restrict__ top_ks, int top_k, const float *__restrict__ min_ps, float min_p, const u64 *__restrict__ seeds, u64 seed,
+                const int *__restrict__ top_ks, int top_k, const float *__restrict__ min_ps, float min_p,
+                const u64 *__restrict__ seeds, u64 seed,
                 const i64 *__restrict__ positions, i64 position, int n,
                 int count, int splits) {
   const i64 row = blockIdx.x / (u32)splits;
@@ -326,7 +327,7 @@ __global__ void __launch_bounds__(WARPS * 32)
 
 // A row whose maximum is not finite, or whose temperature is not positive, gives NaN and -1.
 template <class T, bool Aligned>
-__global__ void __launch_bounds__(SELECT_THREADS)
+__global__ void __launch_bounds__(SELECT_THREADS, 2)
     top_logprobs(const T *__restrict__ x, const float2 *__restrict__ tiles, const float *__restrict__ group_maxima,
                  const float *__restrict__ temperatures, float temperature, float *__restrict__ values,
                  int *__restrict__ ids, int n, int count, int top) {

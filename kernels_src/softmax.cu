@@ -4,11 +4,13 @@
 //
 // Layouts   x, out [rows, n]; targets int32 or int64 [rows]; temperature fp32 [rows] or one number; tiles float2
 //           [rows, ceil(n / 1024)]: maximum and sum of each tile of 1024 columns
-// Bound     memory: x read once, out written once. Past 32768 columns softmax reads x twice (the rows that the first pass
-//           read last come first in the second, so that part of it is still in the L2 cache). logprobs reads x once
-// Launch    softmax_rows (n <= 32768): one warp a tile with its 1024 columns in registers, a block a row; rows of one tile
-//           share a block of 8 warps. Longer rows, and logprobs: vocab_stats, one warp a tile wherever the tile lies, so
-//           that a single row fills the GPU; then softmax_apply (one warp a tile) or token_logprobs (one warp a row)
+// Bound     memory: x read once, out written once. Past 32768 columns (unaligned: 16384) softmax reads x twice (the rows
+//           that the first pass read last come first in the second, so that part of it is still in the L2 cache).
+//           logprobs reads x once
+// Launch    softmax_rows (up to that length): one warp a tile with its 1024 columns in registers, a block a row; rows of
+//           one tile share a block of 8 warps. Longer rows, and logprobs: vocab_stats, one warp a tile wherever the tile
+//           lies, so that a single row fills the GPU; then softmax_apply (one warp a tile) or token_logprobs (one warp a
+//           row)
 // Template  T, O types of x and out; Aligned: rows start at multiples of 4 elements; I type of the targets
 // Measured: see docs/performance.md
 //
@@ -16,8 +18,10 @@
 #include "common/types.cuh"
 #include "common/vocab.cuh"
 
-constexpr int WARPS = 8;         // per block, where warps work alone
-constexpr int MOST_TILES = 32;   // of a row that one block holds in registers
+constexpr int WARPS = 8;  // per block, where warps work alone
+
+// Tiles of a row that one block holds in registers: addressing single elements takes more registers than vectors do.
+constexpr int most_tiles(bool aligned) { return aligned ? 32 : 16; }
 
 template <class O, bool Aligned>
 __device__ __forceinline__ void finish_tile(const VocabTile &v, float2 row, O *out, int n, int tile, bool log) {
@@ -42,9 +46,9 @@ __device__ __forceinline__ void finish_tile(const VocabTile &v, float2 row, O *o
 }
 
 template <class T, class O, bool Aligned>
-__global__ void __launch_bounds__(MOST_TILES * 32)
+__global__ void __launch_bounds__(most_tiles(Aligned) * 32)
     softmax_rows(const T *__restrict__ x, O *__restrict__ out, i64 rows, int n, int log) {
-  __shared__ float2 tiles[MOST_TILES];
+  __shared__ float2 tiles[most_tiles(Aligned)];
   const int warp = threadIdx.x >> 5, count = (n + VOCAB_TILE - 1) / VOCAB_TILE;
   const i64 row = count == 1 ? (i64)blockIdx.x * (blockDim.x >> 5) + warp : (i64)blockIdx.x;
   const int tile = count == 1 ? 0 : warp;

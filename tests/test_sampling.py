@@ -292,6 +292,7 @@ def test_one_token_whichever_kernel_draws(backend: Any, rng: np.random.Generator
         (1.3, 6, 0.75, 0.0),
         (1.0, 5, 0.9, 0.3),
         (1.0, 4, 0.01, 0.0),
+        (1.0, 5, 0.62, 0.0),  # 0.62 of what top-k has left, not of everything
         (2.0, 0, 0.999, 0.0),
     ],
 )
@@ -312,6 +313,18 @@ def test_draws_cover_the_kept_set(backend: Any, setting: tuple[float, int, float
     expected = {i for i in allowed if math.exp((x[i] - 2.0) / temperature) > 0.15}  # rarer ones may be missing
     assert set(tokens.tolist()) <= allowed
     assert set(tokens.tolist()) >= expected
+
+
+def test_min_p_keeps_the_edge(backend: Any) -> None:
+    """At temperature log2(e) a logit one below the maximum weighs exactly 1/2."""
+    x = np.zeros((100, 6), np.float32)
+    x[:, 3] = 1
+    log2e = float(np.float32(1.4426950408889634))
+    for setting in ({}, {"top_k": 5}):
+        edge = draw(backend, x, min_p=0.5, temperature=log2e, position=np.arange(100), **setting)
+        assert set(edge.tolist()) == set(range(6))
+        above = draw(backend, x, min_p=0.50001, temperature=log2e, position=np.arange(100), **setting)
+        assert set(above.tolist()) == {3}
 
 
 def test_kept_sets_of_the_reference(rng: np.random.Generator) -> None:

@@ -37,7 +37,7 @@ from cukern.ops._vocab import (
 __all__ = ["kernel_variants", "log_softmax", "softmax", "token_logprobs"]
 
 _FLOAT64 = np.dtype(np.float64)
-_MOST_TILES = 32  # of a row that one block holds in registers
+_MOST_TILES = {True: 32, False: 16}  # of a row that one block holds in registers, by alignment
 # dtype of x -> dtypes of the result of log_softmax (softmax: that of x)
 _OUTPUTS = {FLOAT16: (FLOAT16, FLOAT32), BFLOAT16: (BFLOAT16, FLOAT32), FLOAT32: (FLOAT32,)}
 
@@ -118,7 +118,7 @@ def _over_rows(name: str, x: Array, dtype: Any, out: Array | None, *, log: bool)
     ctype, aligned = row_template(x.dtype, columns)
     template = (ctype, CTYPES[wanted], aligned)
     count = tiles_of(columns)
-    if count <= _MOST_TILES:
+    if count <= _MOST_TILES[aligned]:
         warps = WARPS if count == 1 else count
         blocks = ceil_div(rows, WARPS) if count == 1 else rows
         kernel("softmax.cu", "softmax_rows", template)((blocks,), (32 * warps,), (x, out, rows, columns, int(log)))

@@ -171,7 +171,8 @@ __device__ __forceinline__ void find_bin(SelectMemory &memory, u64 above, u64 ta
 // The largest key in [low, high] such that the weights of the elements from it up to `high` sum to at least `target` (> 0);
 // `low` if all of them do not reach it. Called by the whole block.
 template <class Source, class Weight>
-__device__ u32 search(SelectMemory &memory, const Source &source, const Weight &weight, u64 target, u32 low, u32 high) {
+__device__ __forceinline__ u32 search(SelectMemory &memory, const Source &source, const Weight &weight, u64 target,
+                                      u32 low, u32 high) {
   static_assert(SELECT_BINS == 1024, "ten bits of the key a pass; a lane of find_bin takes 32 bins");
   u64 above = 0;
   while (low < high) {
