@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(WARPS * 32)
 template <class T, bool Aligned>
 __device__ __forceinline__ void gather(SelectMemory &memory, const T *row, const float *group_maxima, int groups, int n,
                                        u32 low) {
-  constexpr int Warps = SELECT_THREADS / 32, Batch = 4;
+  constexpr int Warps = SELECT_THREADS / 32, Batch = Aligned ? 4 : 2;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   if (threadIdx.x == 0) memory.count = 0;
   __syncthreads();
