@@ -219,6 +219,8 @@ UB(shift_out_of_bounds, F_ARITHMETIC, "shift by a negative amount or by the widt
 UB(divrem_overflow, F_ARITHMETIC, "integer division by zero or overflow")
 UB(builtin_unreachable, F_ARITHMETIC, "code marked unreachable was reached")
 UB(missing_return, F_ARITHMETIC, "a function that returns a value ended without one")
+UB(local_out_of_bounds, F_OUT_OF_BOUNDS, "index outside a local array")
+UB(alignment_assumption, F_MISALIGNED, "pointer is not aligned as __builtin_assume_aligned promises")
 UB(vla_bound_not_positive, F_ARITHMETIC, "array of negative or zero length")
 static void ub_index(UbPosition *d, uintptr_t index) {
   const UbType *type = *(UbType **)(d + 1);

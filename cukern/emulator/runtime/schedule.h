@@ -77,14 +77,12 @@ static void release_barrier(Worker *w, Barrier &b) {
   Thread *t = b.head;
   b.head = nullptr, b.arrived = 0, b.sum = 0;
   ++w->epoch;
-  if (w->launch->order != DOWN) {  // the list is last in, first out
-    Thread *reversed = nullptr;
-    while (t) {
-      Thread *n = t->next;
-      t->next = reversed, reversed = t, t = n;
-    }
-    t = reversed;
+  Thread *in_order = nullptr;  // of arrival; the list is last in, first out
+  while (t) {
+    Thread *n = t->next;
+    t->next = in_order, in_order = t, t = n;
   }
+  t = in_order;
   const size_t first = w->ready_tail;
   size_t n = 0;
   for (; t; t = t->next, ++n) {

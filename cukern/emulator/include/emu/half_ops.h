@@ -29,8 +29,8 @@
   EMU_INLINE H __hfma(H a, H b, H c) { return H((double)(float)a * (double)(float)b + (double)(float)c); }     \
   EMU_INLINE bool __hisnan(H a) { return a != a; }                                                             \
   EMU_INLINE int __hisinf(H a) { return (a.__x & 0x7fff) == emu::FROM_FLOAT(__builtin_inff()) ? (a.__x >> 15 ? -1 : 1) : 0; } \
-  EMU_INLINE H __hmax(H a, H b) { return H(__builtin_fmaxf(a, b)); }                                           \
-  EMU_INLINE H __hmin(H a, H b) { return H(__builtin_fminf(a, b)); }                                           \
+  EMU_INLINE H __hmax(H a, H b) { return H(fmaxf(a, b)); }                                           \
+  EMU_INLINE H __hmin(H a, H b) { return H(fminf(a, b)); }                                           \
   EMU_INLINE bool __hgt(H a, H b) { return a > b; }                                                            \
   EMU_INLINE bool __hge(H a, H b) { return a >= b; }                                                           \
   EMU_INLINE bool __hlt(H a, H b) { return a < b; }                                                            \

@@ -13,10 +13,22 @@ EMU_F1(sqrt) EMU_F1(exp) EMU_F1(exp2) EMU_F1(expm1) EMU_F1(log) EMU_F1(log2) EMU
 EMU_F1(sin) EMU_F1(cos) EMU_F1(tan) EMU_F1(asin) EMU_F1(acos) EMU_F1(atan) EMU_F1(sinh) EMU_F1(cosh) EMU_F1(tanh)
 EMU_F1(floor) EMU_F1(ceil) EMU_F1(trunc) EMU_F1(round) EMU_F1(rint) EMU_F1(nearbyint) EMU_F1(fabs) EMU_F1(cbrt) EMU_F1(erf)
 EMU_F1(erfc) EMU_F1(lgamma) EMU_F1(tgamma)
-EMU_F2(pow) EMU_F2(fmod) EMU_F2(atan2) EMU_F2(hypot) EMU_F2(copysign) EMU_F2(fmax) EMU_F2(fmin) EMU_F2(fdim) EMU_F2(nextafter)
+EMU_F2(pow) EMU_F2(fmod) EMU_F2(atan2) EMU_F2(hypot) EMU_F2(copysign) EMU_F2(fdim) EMU_F2(nextafter)
 EMU_F2(remainder)
 #undef EMU_F1
 #undef EMU_F2
+// As in PTX: a NaN loses against a number, +0 is larger than -0.
+#define EMU_LARGER(T, NAME, SUFFIX, SIGN_A)                                                       \
+  EMU_INLINE T NAME##SUFFIX(T a, T b) {                                                           \
+    return a != a ? b : b != b ? a : a == b ? (SIGN_A __builtin_signbit(a) ? b : a) : SIGN_A(a < b) ? b : a; \
+  }
+EMU_LARGER(float, fmax, f, )
+EMU_LARGER(float, fmin, f, !)
+EMU_LARGER(float, fmax, , )
+EMU_LARGER(float, fmin, , !)
+EMU_LARGER(double, fmax, , )
+EMU_LARGER(double, fmin, , !)
+#undef EMU_LARGER
 EMU_INLINE float fmaf(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 EMU_INLINE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 EMU_INLINE double fma(double a, double b, double c) { return __builtin_fma(a, b, c); }
@@ -52,14 +64,14 @@ EMU_INLINE unsigned min(int a, unsigned b) { return min((unsigned)a, b); }
 EMU_INLINE unsigned min(unsigned a, int b) { return min(a, (unsigned)b); }
 EMU_INLINE unsigned max(int a, unsigned b) { return max((unsigned)a, b); }
 EMU_INLINE unsigned max(unsigned a, int b) { return max(a, (unsigned)b); }
-EMU_INLINE float min(float a, float b) { return __builtin_fminf(a, b); }
-EMU_INLINE float max(float a, float b) { return __builtin_fmaxf(a, b); }
-EMU_INLINE double min(double a, double b) { return __builtin_fmin(a, b); }
-EMU_INLINE double max(double a, double b) { return __builtin_fmax(a, b); }
-EMU_INLINE double min(float a, double b) { return __builtin_fmin(a, b); }
-EMU_INLINE double min(double a, float b) { return __builtin_fmin(a, b); }
-EMU_INLINE double max(float a, double b) { return __builtin_fmax(a, b); }
-EMU_INLINE double max(double a, float b) { return __builtin_fmax(a, b); }
+EMU_INLINE float min(float a, float b) { return fminf(a, b); }
+EMU_INLINE float max(float a, float b) { return fmaxf(a, b); }
+EMU_INLINE double min(double a, double b) { return fmin(a, b); }
+EMU_INLINE double max(double a, double b) { return fmax(a, b); }
+EMU_INLINE double min(float a, double b) { return fmin(a, b); }
+EMU_INLINE double min(double a, float b) { return fmin(a, b); }
+EMU_INLINE double max(float a, double b) { return fmax(a, b); }
+EMU_INLINE double max(double a, float b) { return fmax(a, b); }
 
 // fast forms: base-2 instruction times a constant
 EMU_INLINE float __expf(float x) { return __builtin_exp2f(x * 1.4426950408889634f); }
@@ -73,7 +85,7 @@ EMU_INLINE float __sinf(float x) { return __builtin_sinf(x); }
 EMU_INLINE float __cosf(float x) { return __builtin_cosf(x); }
 EMU_INLINE float __tanf(float x) { return __builtin_tanf(x); }
 EMU_INLINE void __sincosf(float x, float *s, float *c) { sincosf(x, s, c); }
-EMU_INLINE float __saturatef(float x) { return __builtin_fminf(__builtin_fmaxf(x, 0.f), 1.f); }
+EMU_INLINE float __saturatef(float x) { return fminf(fmaxf(x, 0.f), 1.f); }
 EMU_INLINE float __fdividef(float a, float b) { return a / b; }
 
 // explicit rounding; the compiler never contracts (-ffp-contract=off)

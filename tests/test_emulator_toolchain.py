@@ -1,0 +1,162 @@
+"""Compilers, caches and folders: the emulator works with each compiler, in awkward places, from several processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cukern.emulator import ToolchainError, toolchain
+
+ROOT = Path(__file__).resolve().parent.parent
+
+PROGRAM = r"""
+import numpy as np, cukern
+from cukern import emulator as E
+SOURCE = '''
+#include "common/reduce.cuh"
+#include "ptx/mma.cuh"
+template <class T> __global__ void k(const T *x, float *y, int n) {
+  __shared__ float part[2];
+  const float v = block_reduce<Sum, 2>(threadIdx.x < n ? to_float(x[threadIdx.x]) : 0.f, part);
+  u32 a[4] = {0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u};
+  float c[4] = {1.f, 1.f, 1.f, 1.f};
+  if (threadIdx.x < 32) mma_m16n8k16<half>(c, a, a[0], a[1]);
+  y[threadIdx.x] = v + c[0] + expf(0.f);
+}
+extern "C" __global__ void bad(float *y) {
+  __shared__ float s[64];
+  s[threadIdx.x] = 1.f;
+  __syncthreads();
+  y[threadIdx.x + 1] = s[threadIdx.x]; // line 16
+}
+'''
+x = np.arange(50).astype(np.float16)
+for check in (False, True):
+    with cukern.emulate(check=check):
+        y = np.full(64, np.nan, np.float32)
+        cukern.Kernel(SOURCE, 'k', template=('half',))((1,), (64,), (x, y, 50))
+        assert (y[:32] == 1225 + 17 + 1).all() and (y[32:] == 1225 + 1 + 1).all(), y
+with cukern.emulate(check=True):
+    try:
+        cukern.Kernel(SOURCE, 'bad')((1,), (64,), (np.zeros(64, np.float32),))
+    except E.OutOfBounds as e:
+        assert e.line == 16 and e.index == (64,) and e.thread == (63, 0, 0), e
+    else:
+        raise AssertionError('no fault')
+print('well')
+"""
+
+
+def run(cache: Path, *, package: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("CUKERN_", "PYTEST_"))}
+    env |= {"PYTHONPATH": str(package), "CUKERN_CACHE_DIR": str(cache), **environment}
+    return subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, cwd=cache)
+
+
+def compilers() -> list[str]:
+    found = [c for c in ("g++", "clang++", "clang++-14", "clang++-17") if shutil.which(c)]
+    if importlib.util.find_spec("ziglang"):
+        found.append(f"{sys.executable} -m ziglang c++")
+    return found
+
+
+@pytest.mark.parametrize("compiler", compilers())
+def test_each_compiler(compiler: str, tmp_path: Path) -> None:
+    done = run(tmp_path, CUKERN_CXX=compiler)
+    assert done.stdout == "well\n", done.stderr
+
+
+def test_compiler_with_options(tmp_path: Path) -> None:
+    compiler = toolchain.find_compiler().name
+    done = run(tmp_path, CUKERN_CXX=f"{compiler} -DEMU_UCONTEXT")  # the portable way to switch stacks
+    assert done.stdout == "well\n", done.stderr
+
+
+def test_software_half(tmp_path: Path) -> None:
+    """Without the hardware's conversions the results are the same."""
+    done = run(tmp_path, CUKERN_CXX=f"{toolchain.find_compiler().name} -mno-f16c -mno-avx")
+    assert done.stdout == "well\n", done.stderr
+
+
+def test_folders_with_spaces_and_letters_of_other_alphabets(tmp_path: Path) -> None:
+    package = tmp_path / "пакет с пробелами – 包"
+    shutil.copytree(ROOT / "cukern", package / "cukern", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "kernels_src", package / "kernels_src")
+    cache = tmp_path / "кэш и ещё ' кавычка"
+    cache.mkdir()
+    done = run(cache, package=package)
+    assert done.stdout == "well\n", done.stderr
+    assert list(cache.rglob("kernel-*.so"))
+
+
+def test_package_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    shutil.copytree(ROOT / "cukern", package / "cukern", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "kernels_src", package / "kernels_src")
+    before = sorted(p for p in package.rglob("*") if "__pycache__" not in p.parts)
+    for p in package.rglob("*"):
+        p.chmod(p.stat().st_mode & ~(stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH))
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    done = run(cache, package=package, PYTHONDONTWRITEBYTECODE="1")
+    assert done.stdout == "well\n", done.stderr
+    assert sorted(p for p in package.rglob("*") if "__pycache__" not in p.parts) == before
+
+
+def test_two_processes_at_once(tmp_path: Path) -> None:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("CUKERN_", "PYTEST_"))}
+    env |= {"PYTHONPATH": str(ROOT), "CUKERN_CACHE_DIR": str(tmp_path)}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for _ in range(3)
+    ]
+    for p in running:
+        out, error = p.communicate(timeout=300)
+        assert out == "well\n", error
+    folder = tmp_path / "emulator"
+    assert not [p for p in folder.iterdir() if p.name.startswith("build-")]
+    assert len(list(folder.glob("kernel-*.so"))) == 3
+
+
+def test_cache_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    env = {"CUKERN_CACHE_DIR": str(blocked), "PYTHONPATH": str(ROOT)}
+    env |= {k: v for k, v in os.environ.items() if not k.startswith(("CUKERN_", "PYTEST_", "PYTHONPATH"))}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == "well\n", done.stderr
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUKERN_CXX", raising=False)
+    monkeypatch.setattr(toolchain, "_candidates", lambda: iter(()))
+    with pytest.raises(ToolchainError, match=r"apt install g\+\+.*pip install 'cukern\[emulator\]'.*CUKERN_CXX"):
+        toolchain.find_compiler()
+
+
+def test_compiler_that_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUKERN_CXX", "/no/such/compiler")
+    with pytest.raises(ToolchainError, match="/no/such/compiler"):
+        toolchain.find_compiler()
+
+
+def test_order_of_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert [c[0] for c in toolchain._candidates()][:2] == ["g++", "clang++"]
+
+
+def test_import_leaves_the_emulator_alone() -> None:
+    code = "import sys, cukern, cukern.ops; print([m for m in sys.modules if m.startswith('cukern.emulator')])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.stdout == "[]\n", done.stderr
