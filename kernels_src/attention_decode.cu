@@ -14,6 +14,7 @@
 // Numerics  chunks of Chunk keys from key 0, tiles of 64, merged in ascending order by common/softmax.cuh: the bits
 //           of a row depend neither on splits nor on the batch, and are those of attention_prefill.
 // Measured  see docs/performance.md
+#include "common/chunk_merge.cuh"
 #include "common/kv_tile.cuh"
 #include "common/softmax.cuh"
 #include "ptx/mma.cuh"
@@ -232,79 +233,22 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
   }
 }
 
-// Adds up the chunks of a query head, 32 columns a CTA. Warp 0 owns the columns, four lanes of warp 1 the partial sums; the
-// running maxima, which do not depend on the order, are found by a scan so that only two operations a chunk are serial.
+// Adds up the chunks of a query head, 32 columns a CTA (common/chunk_merge.cuh).
 template <class T, int D, int Chunk>
 __global__ void __launch_bounds__(128)
     attention_decode_merge(const float *__restrict__ part_acc, const float *__restrict__ part_stats,
-                           const int *__restrict__ seq_lens, T *__restrict__ out, float *__restrict__ lse, int num_heads,
-                           int max_blocks, int page_shift, int max_len, int max_chunks, float scale, float c) {
-  constexpr int Slices = ceil_div(D, 32), Parts = 128;  // chunks per round
-  __shared__ __align__(16) float s_acc[2][Parts][32];
-  __shared__ float s_a[Parts], s_b[Parts], s_l[Parts][4], s_top[4], s_total[4];
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int slice = blockIdx.x % Slices, column0 = slice * 32, columns = min(D - column0, 32);
+                           const int *__restrict__ seq_lens, T *__restrict__ out, float *__restrict__ lse,
+                           int num_heads, int max_blocks, int page_shift, int max_len, int max_chunks, float scale, float c) {
+  constexpr int Slices = ceil_div(D, MERGE_COLUMNS);
+  __shared__ MergeMemory memory;
+  const int slice = blockIdx.x % Slices, column0 = slice * MERGE_COLUMNS, columns = min(D - column0, MERGE_COLUMNS);
   const i64 row = blockIdx.x / Slices;
   const int len = min(max(seq_lens[row / num_heads], 0), (int)min((i64)max_blocks << page_shift, (i64)0x7fffffff));
   if (len <= Chunk || len > max_len) return;  // attention_decode has written the result
-  const int chunks = (len - 1) / Chunk + 1;
-  part_acc += row * max_chunks * D + column0;
-  part_stats += row * max_chunks * 8;
-
-  auto copy = [&](int chunk0) {
-    for (int i = threadIdx.x; i < Parts * 8; i += 128) {
-      const int part = i / 8, piece = i % 8;
-      const bool ok = chunk0 + part < chunks && piece * 4 < columns;
-      cp_async_16(&s_acc[chunk0 / Parts & 1][part][piece * 4], part_acc + (ok ? (i64)(chunk0 + part) * D + piece * 4 : 0), ok);
-    }
-    cp_async_commit();
-  };
-  float total = 0.f, M = -CUKERN_INF;  // total: a column of the output in warp 0, a partial sum in warp 1
-  copy(0);
-  for (int chunk0 = 0; chunk0 < chunks; chunk0 += Parts) {
-    const int count = min(chunks - chunk0, Parts), i = threadIdx.x;
-    const float *const stats = part_stats + (i64)(chunk0 + i) * 8;
-    const float m = i < count ? stats[0] : -CUKERN_INF;
-    if (i < count)
-#pragma unroll
-      for (int t = 0; t < 4; ++t) s_l[i][t] = stats[1 + t];
-    float top = m;  // becomes the largest of the chunks up to this one
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const float other = __shfl_up_sync(0xffffffffu, top, step);
-      if (lane >= step) top = fmaxf(top, other);
-    }
-    if (lane == 31) s_top[warp] = top;
-    float before = __shfl_up_sync(0xffffffffu, top, 1);
-    __syncthreads();
-    float base = M;
-    for (int w = 0; w < warp; ++w) base = fmaxf(base, s_top[w]);
-    before = lane == 0 ? base : fmaxf(base, before);
-    top = fmaxf(base, top);
-    s_a[i] = rescale_factor(before, top, c);
-    s_b[i] = rescale_factor(m, top, c);
-    for (int w = 0; w < 4; ++w) M = fmaxf(M, s_top[w]);
-    if (chunk0 + Parts < chunks) copy(chunk0 + Parts);
-    else cp_async_commit();
-    cp_async_wait<1>();
-    __syncthreads();
-    ChunkMerge merge;
-    if (warp == 0 || (warp == 1 && lane < 4)) {
-      const float *const value = warp == 0 ? &s_acc[chunk0 / Parts & 1][0][lane] : &s_l[0][lane];
-      const int pitch = warp == 0 ? 32 : 4;
-#pragma unroll 8
-      for (int p = 0; p < count; ++p) {
-        merge.a = s_a[p];
-        merge.b = s_b[p];
-        total = merge.add(total, value[p * pitch]);
-      }
-    }
-    __syncthreads();
-  }
-  if (warp == 1 && lane < 4) s_total[lane] = total;
-  __syncthreads();
-  if (warp > 0) return;
-  const float sum = quad_sum(s_total[lane & 3]);
-  if (lane < columns) out[row * D + column0 + lane] = from_float<T>(__fmul_rn(total, softmax_norm(sum)));
-  if (lse != nullptr && slice == 0 && lane == 0) lse[row] = softmax_lse(M, sum, scale);
+  float M, sum;
+  const float y = merge_chunks<D>(memory, part_acc + row * max_chunks * D + column0, part_stats + row * max_chunks * 8,
+                                  (len - 1) / Chunk + 1, columns, c, M, sum);
+  if (threadIdx.x >= 32) return;
+  if ((int)threadIdx.x < columns) out[row * D + column0 + threadIdx.x] = from_float<T>(y);
+  if (lse != nullptr && slice == 0 && threadIdx.x == 0) lse[row] = softmax_lse(M, sum, scale);
 }

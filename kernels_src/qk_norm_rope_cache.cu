@@ -11,14 +11,12 @@
 // Template  T storage type; Position int or i64. D any multiple of 16 to 256
 // Measured: see docs/performance.md
 //
-// Order of the sum of squares, a function of D alone: lane i owns elements 8i to 8i+7 and their rotation partners, D/2
-// further on, summed in that order by fma; then a butterfly over the lanes of the head, widest step first.
+// Order of the sum of squares: common/head_norm.cuh, a function of D alone.
 // A negative slot (or one past the cache) skips the writes of k and v. A position outside the table makes q and k NaN.
+#include "common/head_norm.cuh"
 #include "common/paged.cuh"
-#include "common/rope.cuh"
-#include "common/rows.cuh"
 
-constexpr int WIDTH = 8;
+constexpr int WIDTH = HEAD_WIDTH;
 
 template <class T, class Position>
 __global__ void __launch_bounds__(256)
@@ -45,40 +43,12 @@ __global__ void __launch_bounds__(256)
   i64 row;
   const bool inside = table_row(positions[token], length, row);
 
-  float a[WIDTH], b[WIDTH], sum = 0.f;
-#pragma unroll
-  for (int j = 0; j < WIDTH; ++j) {
-    a[j] = to_float(first.v[j]);
-    sum = fmaf(a[j], a[j], sum);
-  }
-#pragma unroll
-  for (int j = 0; j < WIDTH; ++j) {
-    b[j] = to_float(second.v[j]);
-    sum = fmaf(b[j], b[j], sum);
-  }
-  for (int step = lanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+  const float sum = head_squares(first, second, lanes);
   if (!active) return;
 
-  if (!is_value) {
-    const float scale = __fdiv_rn(1.f, __fsqrt_rn(__fdiv_rn(sum, (float)dim) + eps));
-    const float *weight = (is_query ? q_weight : k_weight) + element;
-    float x[WIDTH], y[WIDTH];
-    load_floats(x, weight);
-    load_floats(y, weight + half);
-#pragma unroll
-    for (int j = 0; j < WIDTH; ++j) {
-      a[j] = a[j] * scale * x[j];
-      b[j] = b[j] * scale * y[j];
-    }
-    load_floats(x, table + row * dim + element);
-    load_floats(y, table + row * dim + half + element);
-#pragma unroll
-    for (int j = 0; j < WIDTH; ++j) {
-      rotate_pair(a[j], b[j], x[j], y[j]);
-      first.v[j] = from_float<T>(inside ? a[j] : CUKERN_NAN);
-      second.v[j] = from_float<T>(inside ? b[j] : CUKERN_NAN);
-    }
-  }
+  if (!is_value)
+    norm_rotate_head(first, second, sum, (is_query ? q_weight : k_weight) + element, table + row * dim + element, dim, eps,
+                     inside);
   T *target;
   if (is_query) {
     target = out + (token * num_heads + head) * dim;

@@ -6,14 +6,10 @@
 // Template  T storage type; Width: elements of a vector (16 bytes, or 1 where rows are not made of whole vectors)
 // Measured: see docs/performance.md
 #include "common/rows.cuh"
-#include "ptx/math.cuh"
+#include "common/swiglu.cuh"
 
 constexpr int THREADS = 256;
 constexpr int UNROLL = 2;  // vectors of a thread: twice as many 16-byte loads in flight
-
-__device__ __forceinline__ float silu_mul(float gate, float up) {
-  return __fdividef(gate, 1.f + exp2_approx(-gate * CUKERN_LOG2E)) * up;
-}
 
 template <class T, int Width>
 __global__ void __launch_bounds__(THREADS) swiglu(const T *gate_up, T *out, i64 rows, u32 width) {

@@ -1,0 +1,371 @@
+"""`DecodeStep`: one token for every sequence of a small batch in a single kernel launch (kernels_src/decode_step.cu).
+
+The bits of the logits are those of `Qwen3.forward`; what differs is the time between kernels, of which there is none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..ops._numerics import ATTN_CHUNK, ATTN_TILE, segment_length
+from .batch import ForwardBatch
+from .config import Qwen3Config
+from .kv_cache import PagedKVCache, ScratchKVCache
+from .qwen3 import Qwen3
+
+__all__ = ["MAX_ROWS", "DecodeStep", "Layout", "plan_layout"]
+
+Array = Any
+
+MAX_ROWS = 16
+"""Sequences of one step: the rows of a tensor-core tile."""
+
+STAMPS = 24
+"""Clock readings of a profiled step, a layer and block (see decode_step.cu)."""
+
+_WARPS = 16
+_THREADS = 32 * _WARPS
+_MERGE_BYTES = 35872  # sizeof(MergeMemory)
+# In order of preference: (K of a ring's slot, fewest slots, whether keys and values lie over x).
+_RINGS = ((128, 3, False), (128, 2, True), (64, 1, True))
+_MOST_SLOTS = 8
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one configuration is compiled and launched.
+
+    Attributes
+    ----------
+    rows : int
+        Sequences the kernel computes: the batch rounded up to 1, 2, 4, 8 or 16.
+    ring_k, slots : int
+        K of a slot (8 rows of a weight), and slots in each warp's ring.
+    partials : int
+        Most K-segment sums that a block holds at a time.
+    overlay : bool
+        Keys and values share their memory with the rows of x.
+    shared_bytes : int
+        Dynamic shared memory of a block.
+    """
+
+    rows: int
+    ring_k: int
+    slots: int
+    partials: int
+    overlay: bool
+    shared_bytes: int
+
+
+def _products(config: Qwen3Config) -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of the five weights."""
+    c = config
+    return {
+        "QKV": (c.q_size + 2 * c.kv_size, c.hidden_size),
+        "O": (c.hidden_size, c.q_size),
+        "GATE_UP": (2 * c.intermediate_size, c.hidden_size),
+        "DOWN": (c.hidden_size, c.intermediate_size),
+        "HEAD": (c.vocab_size, c.hidden_size),
+    }
+
+
+def plan_layout(config: Qwen3Config, batch: int, blocks: int, max_shared_mem: int) -> Layout | str:
+    """Choose how to run a model and batch, or say in one clause why it cannot be run this way.
+
+    Parameters
+    ----------
+    config : Qwen3Config
+    batch : int
+        Sequences of a step.
+    blocks : int
+        Blocks of the launch, one a multiprocessor.
+    max_shared_mem : int
+        Bytes of shared memory that a block can have.
+
+    Returns
+    -------
+    Layout or str
+    """
+    c = config
+    if not 1 <= batch <= MAX_ROWS:
+        return f"a batch of {batch}: it takes 1 to {MAX_ROWS} sequences"
+    if c.head_dim % 16 or c.head_dim > 128:
+        return f"head_dim {c.head_dim}: it takes multiples of 16 up to 128"
+    group = c.num_attention_heads // c.num_key_value_heads
+    if group > 16:
+        return f"{group} query heads to a key/value head: it takes at most 16"
+    for name in ("hidden_size", "intermediate_size"):
+        if getattr(c, name) % 16:
+            return f"{name} {getattr(c, name)} is no multiple of 16"
+    if c.vocab_size % 8:
+        return f"vocab_size {c.vocab_size} is no multiple of 8"
+    rows = next(r for r in (1, 2, 4, 8, 16) if r >= batch)
+    partials = 1
+    for n, k in _products(c).values():
+        segments = -(-k // segment_length(n, k))
+        if segments > 1:
+            partials = max(partials, segments * -(-(n // 8) // blocks))
+    for ring_k, fewest, overlay in _RINGS:
+        fixed, slot = _fixed_bytes(c, rows, partials, overlay), _WARPS * 16 * ring_k
+        slots = min((max_shared_mem - fixed) // slot, _MOST_SLOTS)
+        if slots >= fewest:
+            return Layout(rows, ring_k, slots, partials, overlay, fixed + slots * slot)
+    need = fixed + fewest * slot
+    return f"a batch of {batch}: it takes {need} bytes of shared memory a block, there are {max_shared_mem}"
+
+
+def _fixed_bytes(c: Qwen3Config, rows: int, partials: int, overlay: bool) -> int:
+    """Shared memory without the rings: struct Shared of kernels_src/decode/shape.cuh."""
+    x = rows * (max(c.hidden_size, c.q_size, c.intermediate_size) + 8) * 2
+    kv = max(2 * ATTN_CHUNK * c.head_dim * 2, _MERGE_BYTES)
+    groups = ATTN_CHUNK // 16
+    attention = 16 * c.head_dim * 2 + 16 * ATTN_CHUNK * 2 + (16 + 64) * groups * 4
+    state = partials * rows * 32 + rows * 32 + 2 * c.head_dim * 4 + rows * c.head_dim * 4 + rows * 32
+    plan = (4 * c.num_hidden_layers + 1) * 8 + 2 * 5 * 4
+    return 16 + (max(x, kv) if overlay else x + kv) + attention + state + plan
+
+
+class DecodeStep:
+    """One decoding step of up to 16 sequences as a single kernel launch.
+
+    Inputs are arrays at fixed addresses, so that a step can be captured into a CUDA graph and replayed with new
+    contents (`run` neither allocates nor waits). Rows that are not used have ``seq_lens`` 0 and ``slot_mapping`` -1.
+
+    Parameters
+    ----------
+    model : Qwen3
+        On a GPU or emulated. Weights are used where they are; under emulation they are copied once.
+    cache : PagedKVCache
+        Keys and values of earlier tokens; the step appends to it.
+    max_batch : int
+        Sequences, 1 to 16.
+    max_blocks_per_seq : int
+        Columns of the block tables.
+    blocks : int, optional
+        Thread blocks, all resident at a time; one for each multiprocessor by default. Does not change results.
+    max_shared_mem : int, optional
+        Bytes of shared memory that a block may take; what the device has by default. Does not change results.
+    profile : bool
+        Fill `stamps`.
+
+    Attributes
+    ----------
+    token_ids, positions, seq_lens : int32 [max_batch]
+        As in `ForwardBatch`; ``seq_lens`` counts the new token.
+    slot_mapping : int64 [max_batch]
+        Where the new key and value go. It is the place that the block table gives to the last key.
+    block_tables : int32 [max_batch, max_blocks_per_seq]
+    logits : float32 [max_batch, V]
+        Overwritten by every step.
+    stamps : int64 [blocks, L + 1, 24] or None
+        Multiprocessor clock at the points named in decode_step.cu, only with `profile`.
+
+    Raises
+    ------
+    ValueError
+        A model or batch that this kernel does not run (see `supported`).
+    """
+
+    def __init__(
+        self,
+        model: Qwen3,
+        cache: PagedKVCache,
+        max_batch: int,
+        max_blocks_per_seq: int,
+        *,
+        blocks: int | None = None,
+        max_shared_mem: int | None = None,
+        profile: bool = False,
+    ) -> None:
+        from .. import jit
+        from ..ops._arrays import CTYPES
+        from ..ops._attention import softmax_constants
+
+        self.model, self.cache, self.max_batch = model, cache, max_batch
+        if max_blocks_per_seq < 1:
+            raise ValueError(f"max_blocks_per_seq must be at least 1, got {max_blocks_per_seq}")
+        if isinstance(cache, ScratchKVCache) or cache.k.shape[0] != model.config.num_hidden_layers:
+            raise ValueError("cache must hold every layer of the model; make one with model.new_cache")
+        if cache.k.dtype != model.dtype:
+            raise ValueError(f"cache is {cache.k.dtype}, the model computes in {model.dtype}")
+        c = model.config
+        self.blocks, layout = _plan(model, max_batch, blocks, max_shared_mem)
+        if isinstance(layout, str):
+            raise ValueError(f"DecodeStep cannot run {layout}; use Qwen3.forward")
+        self.layout = layout
+        rows, width = layout.rows, max_blocks_per_seq
+        self._max_chunks = -(-width * cache.block_size // ATTN_CHUNK)
+        xp, half = model.device.xp, model.dtype
+        with model.device.context():
+            self._rows = {
+                "token_ids": xp.zeros(rows, np.int32),
+                "positions": xp.zeros(rows, np.int32),
+                "slot_mapping": xp.full(rows, -1, np.int64),
+                "block_tables": xp.zeros((rows, width), np.int32),
+                "seq_lens": xp.zeros(rows, np.int32),
+            }
+            self._logits = xp.empty((rows, c.vocab_size), np.float32)
+            self._residual = xp.empty((rows, c.hidden_size), np.float32)
+            self._qkv = xp.empty((rows, c.q_size + 2 * c.kv_size), half)
+            self._attended = xp.empty((rows, c.q_size), half)
+            self._gated = xp.empty((rows, c.intermediate_size), half)
+            parts = (rows, c.num_attention_heads, self._max_chunks)
+            self._part_acc = xp.empty((*parts, c.head_dim), np.float32)
+            self._part_stats = xp.empty((*parts, 8), np.float32)
+            self._counter = xp.zeros(1, np.uint64)
+            self.stamps = xp.zeros((self.blocks, c.num_hidden_layers + 1, STAMPS), np.int64) if profile else None
+        self.token_ids, self.positions, self.slot_mapping, self.block_tables, self.seq_lens = (
+            array[:max_batch] for array in self._rows.values()
+        )
+        self.logits = self._logits[:max_batch]
+        self._pointers, self._memory = self._pointer_table()
+        self._kernel = jit.kernel(
+            "decode_step.cu", "decode_step", (CTYPES[half],), kernel_defines(c, layout, profile), cooperative=True
+        )
+        self._c = softmax_constants("decode_step", None, c.head_dim)[1]
+
+    @staticmethod
+    def supported(model: Qwen3, batch: int) -> str | None:
+        """Why steps of `batch` sequences cannot run in one launch on the model's device, or None if they can."""
+        layout = _plan(model, batch, None, None)[1]
+        return layout if isinstance(layout, str) else None
+
+    def _pointer_table(self) -> tuple[Array, Array | None]:
+        """Addresses of the layers' weights [L, 10], and under emulation the one allocation that they point into."""
+        names = ("input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias", "post_norm", "gate_up", "down")
+        layers = [[getattr(layer, name) for name in names] for layer in self.model.weights.layers]
+        if self.model.device.kind == "cuda":
+            table = [[0 if a is None else int(a.data.ptr) for a in row] for row in layers]
+            return self.model.device.put(np.array(table, np.uint64)), None
+        # The emulator allows access to the arguments' memory alone.
+        sizes = [-(-a.nbytes // 256) * 256 for row in layers for a in row if a is not None]
+        memory = np.empty(sum(sizes), np.uint8)
+        base, at = int(memory.__array_interface__["data"][0]), 0
+        addresses = np.zeros((len(layers), len(names)), np.uint64)
+        for i, row in enumerate(layers):
+            for j, array in enumerate(row):
+                if array is not None:
+                    memory[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+                    addresses[i, j] = base + at
+                    at += -(-array.nbytes // 256) * 256
+        return addresses, memory
+
+    def load(self, batch: ForwardBatch) -> None:
+        """Copy a decode batch into the input arrays; the rows behind it become unused ones.
+
+        Parameters
+        ----------
+        batch : ForwardBatch
+            One new token a sequence, at most `max_batch` sequences, tables of at most ``max_blocks_per_seq`` columns.
+
+        Raises
+        ------
+        ValueError
+            A batch that does not fit.
+        """
+        count, width = len(batch.seq_lens), int(batch.block_tables.shape[1])
+        if not batch.is_decode or len(batch.token_ids) != count:
+            raise ValueError("DecodeStep.load: the batch must have one new token for each sequence")
+        if count > self.max_batch or width > self.block_tables.shape[1]:
+            raise ValueError(
+                f"DecodeStep.load: {count} sequences with {width} blocks, made for at most {self.max_batch} with "
+                f"{self.block_tables.shape[1]}"
+            )
+        with self.model.device.context():
+            for name in ("token_ids", "positions", "slot_mapping", "seq_lens"):
+                getattr(self, name)[:count] = getattr(batch, name)
+            self.block_tables[:count, :width] = batch.block_tables
+            self.slot_mapping[count:] = -1
+            self.seq_lens[count:] = 0
+            self.token_ids[count:] = 0
+            self.positions[count:] = 0
+
+    def run(self) -> Array:
+        """Launch the step on the current stream.
+
+        Returns
+        -------
+        float32 [max_batch, V]
+            `logits`, valid when the stream has got there.
+        """
+        m, w, cache, rows = self.model, self.model.weights, self.cache, self._rows
+        with m.device.running():
+            self._kernel(
+                (self.blocks, 1, 1),
+                (_THREADS, 1, 1),
+                (
+                    rows["token_ids"],
+                    rows["positions"],
+                    rows["slot_mapping"],
+                    rows["block_tables"],
+                    rows["seq_lens"],
+                    self._pointers,
+                    self._memory,
+                    w.embed,
+                    w.head,
+                    w.norm,
+                    m.rope_table,
+                    cache.k,
+                    cache.v,
+                    self._residual,
+                    self._qkv,
+                    self._attended,
+                    self._gated,
+                    self._part_acc,
+                    self._part_stats,
+                    self._logits,
+                    self._counter,
+                    self.stamps,
+                    int(m.rope_table.shape[0]),
+                    int(rows["block_tables"].shape[1]),
+                    cache.block_size.bit_length() - 1,
+                    cache.num_blocks,
+                    self._max_chunks,
+                    m.config.rms_norm_eps,
+                    self._c,
+                ),
+                shared_mem=self.layout.shared_bytes,
+            )
+        return self.logits
+
+
+def _plan(model: Qwen3, batch: int, blocks: int | None, max_shared_mem: int | None) -> tuple[int, Layout | str]:
+    """Blocks and layout on the model's device."""
+    from .. import jit
+
+    if model.device.kind == "cpu":
+        return 0, "on the CPU reference"
+    with model.device.running():
+        info = jit.device()
+    count = info.sm_count if blocks is None else blocks
+    limit = info.max_shared_mem if max_shared_mem is None else max_shared_mem
+    return count, plan_layout(model.config, batch, count, limit)
+
+
+def kernel_defines(config: Qwen3Config, layout: Layout, profile: bool = False) -> dict[str, int]:
+    """The macros that kernels_src/decode/shape.cuh wants."""
+    c = config
+    defines = {
+        "MODEL_HIDDEN": c.hidden_size,
+        "MODEL_HEADS": c.num_attention_heads,
+        "MODEL_KV_HEADS": c.num_key_value_heads,
+        "MODEL_HEAD_DIM": c.head_dim,
+        "MODEL_INTERMEDIATE": c.intermediate_size,
+        "MODEL_VOCAB": c.vocab_size,
+        "MODEL_LAYERS": c.num_hidden_layers,
+        "ATTENTION_CHUNK": ATTN_CHUNK,
+        "ATTENTION_TILE": ATTN_TILE,
+        "ROWS": layout.rows,
+        "RING_K": layout.ring_k,
+        "RING_SLOTS": layout.slots,
+        "PARTIALS": layout.partials,
+        "OVERLAY": int(layout.overlay),
+        "SHARED_BYTES": layout.shared_bytes,
+        "PROFILE": int(profile),
+    }
+    for name, (n, k) in _products(c).items():
+        defines[f"SEGMENT_{name}"] = segment_length(n, k)
+    return defines

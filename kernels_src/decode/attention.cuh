@@ -1,0 +1,276 @@
+// Attention of one step over the paged cache, the same bits as attention_decode.cu: an item is a chunk of 128 keys of one
+// sequence for the query heads of one key/value head, the rows of a 16-row mma tile. Its block also norms and rotates these
+// heads and, in the last chunk, the new key, and writes key and value to the cache.
+// A sequence of one chunk is finished here; the chunks of a longer one go to the workspace and are merged afterwards, either by
+// every block as it loads the rows of the next product, or, if there are many, by all blocks together behind a barrier.
+// Test: tests/test_decode_step.py
+#pragma once
+#include "common/head_norm.cuh"
+#include "common/kv_tile.cuh"
+#include "common/paged.cuh"
+#include "decode/rows.cuh"
+
+constexpr int INLINE_CHUNKS = 6;  // chunks of all sequences that every block merges for itself; more than this cost a barrier
+
+constexpr int HEAD_LANES = HEAD_DIM > 128 ? 16 : HEAD_DIM > 64 ? 8 : HEAD_DIM > 32 ? 4 : HEAD_DIM > 16 ? 2 : 1;
+
+struct Item {
+  int row, kv_head, chunk;
+};
+
+template <class T> struct Attention {
+  T *keys, *values, *q, *p;
+  float *key_max, *key_sum;
+  const float *head_norms, *rotations;  // [2][HEAD_DIM] of this layer; [ROWS][HEAD_DIM]
+  const RowState *rows;
+  const int *tables;
+  int max_blocks, page_shift, num_blocks, max_chunks;
+  float eps, c;
+  float *part_acc, *part_stats;  // [ROWS, HEADS, max_chunks, HEAD_DIM], [.., 8]
+  T *out;                        // [ROWS, Q_SIZE]
+  const T *qkv;                  // [ROWS, QKV_SIZE]
+
+  __device__ __forceinline__ int items() const {
+    return rows[ROWS - 1].first_item + rows[ROWS - 1].chunks * KV_HEADS;
+  }
+  __device__ __forceinline__ int chunks() const { return items() / KV_HEADS; }
+
+  __device__ __forceinline__ Item item(int index) const {
+    int row = 0;
+    for (int r = 1; r < ROWS; ++r)
+      if (index >= rows[r].first_item) row = r;
+    index -= rows[row].first_item;
+    return Item{row, index % KV_HEADS, index / KV_HEADS};
+  }
+
+  __device__ __forceinline__ bool is_last(const Item &i) const { return i.chunk == rows[i.row].chunks - 1; }
+  // Whether the new key is computed here; else what the cache holds at its place counts.
+  __device__ __forceinline__ bool is_fresh(const Item &i) const { return is_last(i) && rows[i.row].slot_of_last; }
+
+  __device__ __forceinline__ int pages(const Item &i) const {
+    return fetch_pages<KEYS>(tables + (i64)i.row * max_blocks, i.chunk * KEYS, rows[i.row].length, page_shift);
+  }
+  template <Kv Kind> __device__ __forceinline__ void copy(const Item &i, int pages, const T *cache) const {
+    const int end = rows[i.row].length - (is_fresh(i) ? 1 : 0);
+    copy_pages<T, HEAD_DIM, KEYS, THREADS, Kind, 4>(
+        Kind == Kv::key ? keys : values, cache + ((i64)i.kv_head << page_shift) * HEAD_DIM,
+        ((i64)KV_HEADS << page_shift) * HEAD_DIM, HEAD_DIM, pages, i.chunk * KEYS, end, page_shift, num_blocks);
+    cp_async_commit();
+  }
+
+  // The query heads of an item; of the last chunk the new key and value too. Two phases: `load` before the cached keys are
+  // there, `place` after.
+  struct NewHeads {
+    Vec<T, HEAD_WIDTH> first, second;
+    int head, element;
+    bool active;
+  };
+  __device__ __forceinline__ NewHeads load_heads(const Item &i) const {
+    NewHeads h;
+    h.head = threadIdx.x / HEAD_LANES;
+    h.element = threadIdx.x % HEAD_LANES * HEAD_WIDTH;
+    h.active = h.head < GROUP + (is_last(i) ? 2 : 0) && h.element < HEAD_DIM / 2;
+    h.first = h.second = Vec<T, HEAD_WIDTH>{};
+    if ((int)(threadIdx.x & ~31u) >= (GROUP + 2) * HEAD_LANES) return h;  // the whole warp
+    if (h.active) {
+      const int from = h.head < GROUP ? i.kv_head * GROUP + h.head : HEADS + (h.head - GROUP) * KV_HEADS + i.kv_head;
+      const T *const source = qkv + (i64)i.row * QKV_SIZE + from * HEAD_DIM + h.element;
+      h.first = load_vec<T, HEAD_WIDTH>(source);
+      h.second = load_vec<T, HEAD_WIDTH>(source + HEAD_DIM / 2);
+    }
+    const float sum = head_squares(h.first, h.second, HEAD_LANES);
+    if (h.active && h.head <= GROUP)
+      norm_rotate_head(h.first, h.second, sum, head_norms + (h.head == GROUP ? HEAD_DIM : 0) + h.element,
+                       rotations + i.row * HEAD_DIM + h.element, HEAD_DIM, eps, rows[i.row].position_inside);
+    return h;
+  }
+  __device__ __forceinline__ void store_tile(T *tile, int row, const NewHeads &h) const {
+    store_vec(tile + RowTile<HEAD_DIM>::at(row, h.element / 8), h.first);
+    store_vec(tile + RowTile<HEAD_DIM>::at(row, (h.element + HEAD_DIM / 2) / 8), h.second);
+  }
+  __device__ __forceinline__ void place_heads(const Item &i, const NewHeads &h, T *k_cache, T *v_cache) const {
+    if (!h.active) return;
+    if (h.head < GROUP) return store_tile(q, h.head, h);
+    const RowState &row = rows[i.row];
+    const bool key = h.head == GROUP;
+    if (row.slot_of_last) store_tile(key ? keys : values, row.length - 1 - i.chunk * KEYS, h);
+    if (row.slot < 0 || row.slot >= (i64)num_blocks << page_shift) return;
+    T *const target =
+        (key ? k_cache : v_cache) + slot_offset(row.slot, i.kv_head, KV_HEADS, 1 << page_shift, HEAD_DIM) + h.element;
+    store_vec(target, h.first);
+    store_vec(target + HEAD_DIM / 2, h.second);
+  }
+
+  // One item; the copies of its keys and values are committed, `later` ring fills ago. `next_keys` and `next_values` are called
+  // as soon as their buffers are free.
+  template <class NextKeys, class NextValues>
+  __device__ __forceinline__ void attend(const Item &i, int later, T *k_cache, T *v_cache, const NextKeys &next_keys,
+                                         const NextValues &next_values) const {
+    constexpr int Halves = GROUP > 8 ? 2 : 1;  // rows 8 to 15 of the tile
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int row = lane >> 2, column = (lane & 3) * 2;
+    const int key0 = i.chunk * KEYS, length = rows[i.row].length;
+
+    const NewHeads heads = load_heads(i);
+    wait_behind(later);
+    __syncthreads();  // the cached keys and values are there
+    place_heads(i, heads, k_cache, v_cache);
+    __syncthreads();
+
+    // Scores: a warp takes 16 keys.
+    float s[2][4] = {};
+    if (warp < KEY_GROUPS) {
+      const int a_at = a_lane<HEAD_DIM>(), k_at = key_lane<HEAD_DIM>();
+#pragma unroll
+      for (int kk = 0; kk < HEAD_DIM / 16; ++kk) {
+        u32 a[4], f[4];
+        ldmatrix_x4(a, q + fragment_at<HEAD_DIM>(a_at, 0, kk));
+        ldmatrix_x4(f, keys + fragment_at<HEAD_DIM>(k_at, 0, kk) + warp * 16 * HEAD_DIM);
+        mma_m16n8k16<T>(s[0], a, f[0], f[1]);
+        mma_m16n8k16<T>(s[1], a, f[2], f[3]);
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          if (key0 + warp * 16 + h * 8 + column + (e & 1) >= length) s[h][e] = -CUKERN_INF;
+#pragma unroll
+      for (int r = 0; r < Halves; ++r) {
+        const float top = quad_max(fmaxf(fmaxf(s[0][2 * r], s[0][2 * r + 1]), fmaxf(s[1][2 * r], s[1][2 * r + 1])));
+        if ((lane & 3) == 0) key_max[(row + 8 * r) * KEY_GROUPS + warp] = top;
+      }
+    }
+    __syncthreads();  // the maxima are there, and the keys may be overwritten
+    next_keys();
+
+    // Statistics of the two tiles, the same in every warp; p of this warp's 16 keys.
+    float corr[KEYS / KEY_TILE][2], m[2], l[2];
+#pragma unroll
+    for (int r = 0; r < Halves; ++r) {
+      m[r] = -CUKERN_INF;
+      l[r] = 0.f;
+#pragma unroll
+      for (int tile = 0; tile < KEYS / KEY_TILE; ++tile) {
+        const float *const tops = key_max + (row + 8 * r) * KEY_GROUPS + tile * (KEY_TILE / 16);
+        const float top = fmaxf(m[r], fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3])));
+        corr[tile][r] = rescale_factor(m[r], top, c);
+        m[r] = top;
+        if (warp / (KEY_TILE / 16) == tile) {
+          const float mc = __fmul_rn(finite_max(top), c);
+          float e[4];
+#pragma unroll
+          for (int j = 0; j < 4; ++j) e[j] = softmax_exp(s[j >> 1][2 * r + (j & 1)], c, mc);
+          key_sum[((row + 8 * r) * 4 + (lane & 3)) * KEY_GROUPS + warp] = group_sum(e[0], e[1], e[2], e[3]);
+#pragma unroll
+          for (int h = 0; h < 2; ++h)
+            *reinterpret_cast<u32 *>(p + RowTile<KEYS>::at(row + 8 * r, 2 * warp + h) + column) =
+                pack2<T>(e[2 * h], e[2 * h + 1]);
+        }
+      }
+    }
+    __syncthreads();  // p and the sums are there
+
+    // P V: a warp takes all keys for 16 columns.
+    float acc[2][4] = {};
+    if (warp < HEAD_DIM / 16) {
+#pragma unroll
+      for (int tile = 0; tile < KEYS / KEY_TILE; ++tile) {
+        if (key0 + tile * KEY_TILE >= length) break;
+#pragma unroll
+        for (int r = 0; r < Halves; ++r) {
+          const float *const sums = key_sum + ((row + 8 * r) * 4 + (lane & 3)) * KEY_GROUPS + tile * (KEY_TILE / 16);
+          l[r] = update_sum(l[r], corr[tile][r], ((sums[0] + sums[1]) + sums[2]) + sums[3]);
+          if (tile > 0)
+#pragma unroll
+            for (int d = 0; d < 2; ++d)
+#pragma unroll
+              for (int e = 2 * r; e < 2 * r + 2; ++e) acc[d][e] = __fmul_rn(acc[d][e], corr[tile][r]);
+        }
+#pragma unroll
+        for (int j = tile * (KEY_TILE / 16); j < (tile + 1) * (KEY_TILE / 16); ++j) {
+          u32 a[4], f[4];
+          ldmatrix_x4(a, p + fragment_at<KEYS>(a_lane<KEYS>(), 0, j));
+          ldmatrix_x4_trans(f, values + fragment_at<HEAD_DIM>(value_lane<HEAD_DIM>(), j * 16, warp));
+          mma_m16n8k16<T>(acc[0], a, f[0], f[1]);
+          mma_m16n8k16<T>(acc[1], a, f[2], f[3]);
+        }
+      }
+    }
+    __syncthreads();  // the values, p and the statistics may be overwritten
+    next_values();
+
+    const bool whole = rows[i.row].chunks == 1;
+#pragma unroll
+    for (int r = 0; r < Halves; ++r) {
+      ChunkMerge merge;  // of this one chunk
+      merge.reset();
+      merge.step(m[r], l[r], c);
+      const float norm = softmax_norm(quad_sum(merge.L));
+      const int head = row + 8 * r;
+      if (head >= GROUP || warp >= HEAD_DIM / 16) continue;
+      const i64 to = (i64)i.row * HEADS + i.kv_head * GROUP + head, part = to * max_chunks + i.chunk;
+      if (!whole && warp == 0) {
+        if ((lane & 3) == 0) part_stats[part * 8] = m[r];
+        part_stats[part * 8 + 1 + (lane & 3)] = l[r];
+      }
+#pragma unroll
+      for (int d = 0; d < 2; ++d) {
+        const int at = warp * 16 + d * 8 + column;
+        if (whole)
+          *reinterpret_cast<u32 *>(out + to * HEAD_DIM + at) = pack2<T>(
+              __fmul_rn(merge.add(0.f, acc[d][2 * r]), norm), __fmul_rn(merge.add(0.f, acc[d][2 * r + 1]), norm));
+        else
+          store_vec(part_acc + part * HEAD_DIM + at, Vec<float, 2>{acc[d][2 * r], acc[d][2 * r + 1]});
+      }
+    }
+  }
+
+  // Rows of the attention output into x, T [ROWS, Q_SIZE], merging the chunks of long sequences on the way.
+  __device__ __forceinline__ void load_merged(T *x) const {
+    for (int i = threadIdx.x; i < ROWS * (Q_SIZE / 4); i += THREADS) {
+      const int row = i / (Q_SIZE / 4), element = i % (Q_SIZE / 4) * 4;
+      const int chunks = rows[row].chunks;
+      T *const to = x + row * x_pitch(Q_SIZE) + element;
+      if (chunks == 1) {
+        store_vec(to, load_vec<T, 4>(out + (i64)row * Q_SIZE + element));
+        continue;
+      }
+      const i64 part = ((i64)row * HEADS + element / HEAD_DIM) * max_chunks;
+      const float *const acc = part_acc + part * HEAD_DIM + element % HEAD_DIM, *const stats = part_stats + part * 8;
+      ChunkMerge merge;
+      merge.reset();
+      float l[4] = {}, total[4] = {};
+#pragma unroll 2
+      for (int chunk = 0; chunk < chunks; ++chunk) {
+        const Vec<float, 4> head = load_vec<float, 4>(stats + chunk * 8), values4 = load_vec<float, 4>(acc + (i64)chunk * HEAD_DIM);
+        const float lane_l[4] = {head.v[1], head.v[2], head.v[3], stats[chunk * 8 + 4]};
+        merge.step(head.v[0], 0.f, c);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          l[e] = merge.add(l[e], lane_l[e]);
+          total[e] = merge.add(total[e], values4.v[e]);
+        }
+      }
+      const float norm = softmax_norm((l[0] + l[1]) + (l[2] + l[3]));  // as quad_sum
+      float y[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) y[e] = __fmul_rn(total[e], norm);
+      store_floats<T, 4>(to, y);
+    }
+  }
+
+  // The long sequences by all blocks together, 32 columns of a head at a time, to `out`.
+  __device__ __forceinline__ void merge_long(MergeMemory &memory) const {
+    constexpr int Slices = ceil_div(HEAD_DIM, MERGE_COLUMNS);
+    for (int job = blockIdx.x; job < ROWS * HEADS * Slices; job += gridDim.x) {
+      const int head = job / Slices, column0 = job % Slices * MERGE_COLUMNS, columns = min(HEAD_DIM - column0, MERGE_COLUMNS);
+      const int chunks = rows[head / HEADS].chunks;
+      if (chunks == 1) continue;
+      float M, sum;
+      const float y = merge_chunks<HEAD_DIM>(memory, part_acc + (i64)head * max_chunks * HEAD_DIM + column0,
+                                             part_stats + (i64)head * max_chunks * 8, chunks, columns, c, M, sum);
+      if ((int)threadIdx.x < columns) out[(i64)head * HEAD_DIM + column0 + threadIdx.x] = from_float<T>(y);
+      cp_async_wait<0>();
+    }
+  }
+};

@@ -1,0 +1,82 @@
+// What goes into a product: rows in shared memory, normed from the residual stream or loaded as they are.
+// Test: tests/test_decode_step.py
+#pragma once
+#include "common/reduce.cuh"
+#include "decode/product.cuh"
+
+constexpr int NORM_STEPS = ceil_div(HIDDEN, 1024);
+
+// This thread's norm weights, which may be loaded before the rows are there.
+struct NormWeights {
+  Vec<float, 4> v[NORM_STEPS];
+
+  __device__ __forceinline__ void load(const float *weight) {
+#pragma unroll
+    for (int step = 0; step < NORM_STEPS; ++step) {
+      const int column = step * 1024 + (threadIdx.x & 255) * 4;
+      if (column < HIDDEN) v[step] = load_vec<float, 4>(weight + column);
+    }
+  }
+};
+
+// RMSNorm of all rows into x, in the order of rms_norm.cu (docs/numerics.md, item 3): the 256 threads of half a block are the
+// virtual lanes of a row. `read(row, column)` gives four elements of the residual stream. Ends with a block barrier.
+template <class T, class Read>
+__device__ __forceinline__ void norm_rows(T *x, float *groups, const NormWeights &weights, float eps, const Read &read) {
+  constexpr int Turns = ceil_div(ROWS, 2);                     // rows of a half
+  constexpr bool Held = Turns * NORM_STEPS <= 8;               // else they are read again
+  const int half = threadIdx.x >> 8, lane = threadIdx.x & 255;
+  Vec<float, 4> held[Held ? Turns : 1][NORM_STEPS];
+#pragma unroll
+  for (int turn = 0; turn < Turns; ++turn) {
+    const int row = 2 * turn + half;
+    Vec<float, 4>(&v)[NORM_STEPS] = held[Held ? turn : 0];
+    if (row < ROWS) {
+      float sum = 0.f;
+#pragma unroll
+      for (int step = 0; step < NORM_STEPS; ++step)
+        if (step * 1024 + lane * 4 < HIDDEN) v[step] = read(row, step * 1024 + lane * 4);
+#pragma unroll
+      for (int step = 0; step < NORM_STEPS; ++step)
+        if (step * 1024 + lane * 4 < HIDDEN)
+#pragma unroll
+          for (int j = 0; j < 4; ++j) sum = fmaf(v[step].v[j], v[step].v[j], sum);
+      sum = warp_reduce<Sum>(sum);
+      if ((lane & 31) == 0) groups[row * 8 + (lane >> 5)] = sum;
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int turn = 0; turn < Turns; ++turn) {
+    const int row = 2 * turn + half;
+    Vec<float, 4>(&v)[NORM_STEPS] = held[Held ? turn : 0];
+    if (row < ROWS) {
+      float total = 0.f;
+#pragma unroll
+      for (int group = 0; group < 8; ++group) total += groups[row * 8 + group];
+      const float scale = __fdiv_rn(1.f, __fsqrt_rn(__fdiv_rn(total, (float)HIDDEN) + eps));
+#pragma unroll
+      for (int step = 0; step < NORM_STEPS; ++step) {
+        const int column = step * 1024 + lane * 4;
+        if (column < HIDDEN) {
+          if (!Held) v[step] = read(row, column);
+          float y[4];
+#pragma unroll
+          for (int j = 0; j < 4; ++j) y[j] = weights.v[step].v[j] * (v[step].v[j] * scale);
+          store_floats<T, 4>(x + row * x_pitch(HIDDEN) + column, y);
+        }
+      }
+    }
+  }
+  __syncthreads();
+}
+
+// T [ROWS, K] from global memory into x. The caller's block barrier follows.
+template <int K, class T> __device__ __forceinline__ void load_rows(T *x, const T *from) {
+  constexpr int Pieces = K / 8;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < ROWS * Pieces; i += THREADS) {
+    const int row = i / Pieces, piece = i % Pieces;
+    store_vec(x + row * x_pitch(K) + piece * 8, load_vec<T, 8>(from + (i64)row * K + piece * 8));
+  }
+}

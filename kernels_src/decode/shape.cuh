@@ -1,0 +1,81 @@
+// The model that a decode step is compiled for, from the macros that cukern/models/decode_step.py puts before the source, and
+// what follows from them: the products of a step, how they are dealt to blocks and warps, and the shared memory.
+//   MODEL_*        sizes; SEGMENT_*: K segments of the five weights (numerics contract; a multiple of 128, or all of K)
+//   ROWS           sequences, 1 to 16
+//   RING_K         128 or 64: a slot of a warp's ring is 8 rows x RING_K; RING_SLOTS: slots of a ring
+//   PARTIALS       most K-segment sums of a block at a time; OVERLAY: see Shared; SHARED_BYTES: of a block
+#pragma once
+#include "common/chunk_merge.cuh"
+#include "common/types.cuh"
+
+constexpr int HIDDEN = MODEL_HIDDEN, HEADS = MODEL_HEADS, KV_HEADS = MODEL_KV_HEADS, HEAD_DIM = MODEL_HEAD_DIM;
+constexpr int INTERMEDIATE = MODEL_INTERMEDIATE, VOCAB = MODEL_VOCAB, LAYERS = MODEL_LAYERS;
+constexpr int GROUP = HEADS / KV_HEADS, Q_SIZE = HEADS * HEAD_DIM, QKV_SIZE = (HEADS + 2 * KV_HEADS) * HEAD_DIM;
+constexpr int WARPS = 16, THREADS = WARPS * 32;
+
+// ---- products. Their order in a step: QKV, O, GATE_UP, DOWN in every layer, then HEAD: "phase" 0 ... 4 LAYERS.
+enum Product { QKV, O, GATE_UP, DOWN, HEAD };
+constexpr int PHASES = 4 * LAYERS + 1;
+
+// Outputs and inputs of each weight, and the segments that its sums are cut into.
+__device__ constexpr int product_n(int p) {
+  return p == QKV ? QKV_SIZE : p == GATE_UP ? 2 * INTERMEDIATE : p == HEAD ? VOCAB : HIDDEN;
+}
+__device__ constexpr int product_k(int p) { return p == O ? Q_SIZE : p == DOWN ? INTERMEDIATE : HIDDEN; }
+__device__ constexpr int product_segment(int p) {
+  return p == QKV ? SEGMENT_QKV : p == O ? SEGMENT_O : p == GATE_UP ? SEGMENT_GATE_UP : p == DOWN ? SEGMENT_DOWN : SEGMENT_HEAD;
+}
+__device__ constexpr int product_segments(int p) { return ceil_div(product_k(p), product_segment(p)); }
+
+// A tile is 8 rows of the weight; of GATE_UP, 4 rows of gate and the 4 rows of up that belong to them. A block owns a
+// contiguous range of tiles. A unit is one segment of one tile: unit u of a product is segment u % segments of the block's
+// tile u / segments. The units of all phases, one after another, go to warps 0, 1, ... 15, 0, ... in turn.
+__device__ constexpr int product_tiles(int p) { return product_n(p) / 8; }
+__device__ __forceinline__ int first_tile(int p, int block) { return (int)((i64)product_tiles(p) * block / gridDim.x); }
+
+static_assert(GROUP * KV_HEADS == HEADS && GROUP <= 16, "query heads of a key/value head are rows of one mma tile");
+static_assert(HEAD_DIM % 16 == 0 && HEAD_DIM <= 128, "a chunk of keys and values fits shared memory");
+static_assert(HIDDEN % 16 == 0 && Q_SIZE % 16 == 0 && INTERMEDIATE % 16 == 0 && VOCAB % 8 == 0, "whole k-steps and tiles");
+static_assert(ROWS >= 1 && ROWS <= 16, "rows of one mma tile");
+
+// ---- shared memory
+constexpr int RING_ELEMENTS = 8 * RING_K;  // of a slot
+constexpr int KEYS = ATTENTION_CHUNK, KEY_TILE = ATTENTION_TILE, KEY_GROUPS = KEYS / 16;
+constexpr int PAD = 8;  // elements between rows of x: the rows that ldmatrix reads together lie in different banks
+
+__device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
+constexpr int LONGEST_K = larger(larger(HIDDEN, Q_SIZE), INTERMEDIATE);
+constexpr int X_BYTES = ROWS * (LONGEST_K + PAD) * 2;
+constexpr int KV_BYTES = larger(2 * KEYS * HEAD_DIM * 2, (int)sizeof(MergeMemory));
+
+struct RowState {  // of a sequence; does not change during a step
+  i64 slot;
+  int length, chunks, first_item, embedding;  // embedding: row of the table, -1 for an id outside the vocabulary
+  int position_inside, slot_of_last;          // slot_of_last: whether `slot` is where the block table puts the last key
+};
+
+struct Plan {
+  u64 weights[PHASES];
+  int first[5], units[5];
+};
+
+// Byte offsets. With OVERLAY the keys and values lie over x, and are fetched only when the product before is done.
+struct Shared {
+  static constexpr int ring = 0;
+  static constexpr int zeros = ring + WARPS * RING_SLOTS * RING_ELEMENTS * 2;
+  static constexpr int x = zeros + 16;
+  static constexpr int kv = OVERLAY ? x : x + X_BYTES;
+  static constexpr int q = OVERLAY ? x + larger(X_BYTES, KV_BYTES) : kv + KV_BYTES;
+  static constexpr int p = q + 16 * HEAD_DIM * 2;
+  static constexpr int key_max = p + 16 * KEYS * 2;
+  static constexpr int key_sum = key_max + 16 * KEY_GROUPS * 4;
+  static constexpr int partial = key_sum + 64 * KEY_GROUPS * 4;
+  static constexpr int groups = partial + PARTIALS * ROWS * 32;
+  static constexpr int head_norms = groups + ROWS * 32;
+  static constexpr int rotations = head_norms + 2 * HEAD_DIM * 4;
+  static constexpr int rows = rotations + ROWS * HEAD_DIM * 4;
+  static constexpr int plan = rows + ROWS * (int)sizeof(RowState);
+  static constexpr int bytes = plan + (int)sizeof(Plan);
+};
+static_assert(Shared::x % 16 == 0 && X_BYTES % 16 == 0 && KV_BYTES % 16 == 0 && sizeof(RowState) == 32, "alignment");
+static_assert(Shared::bytes <= SHARED_BYTES, "decode_step.py asks for too little shared memory");

@@ -1,0 +1,246 @@
+// One decoded token of a whole Qwen3 for up to 16 sequences: a single cooperative launch, one block of 512 threads on every
+// multiprocessor, logits out. Between products the blocks meet at a grid barrier; the weights do not wait for it (see
+// decode/stream.cuh): the memory stream runs ahead through barriers and layers as far as shared memory reaches.
+//
+// A layer   1 RMSNorm (every block for itself), QKV product              4 RMSNorm, gate|up product, SwiGLU
+//           2 head norms, rotation, cache write, attention by chunks     5 down product, added to the residual
+//           3 output product, added to the residual
+//           a barrier after each; one more behind 2 if long sequences have many chunks. Then the last norm and the head.
+// Layouts   as the operators have them: weights [N, K], caches [L, blocks, Hkv, page, D], tables [ROWS, max_blocks];
+//           residual float [ROWS, H], qkv T [ROWS, (Hq + 2 Hkv) D], attended T [ROWS, Hq D], gated T [ROWS, I], partial
+//           results of attention as in attention_decode.cu, logits float [ROWS, V].
+//           layers: one entry of LayerPointers a layer.
+// Bound     bytes of all weights, and of the keys and values of the sequences
+// Launch    cooperative, gridDim.x = blocks that fit (one a multiprocessor), 512 threads, dynamic shared memory SHARED_BYTES
+// Numerics  the bits of every result are those of the operators called one after another (docs/numerics.md)
+// Template  T half | bf16; the model and the batch by macros, see decode/shape.cuh
+// PROFILE   thread 0 of every block writes clock64() at STAMPS points of each layer into `stamps` [gridDim.x, LAYERS + 1, STAMPS]
+// Measured: see docs/performance.md
+#include "decode/attention.cuh"
+#include "ptx/grid_barrier.cuh"
+
+struct LayerPointers {
+  u64 input_norm, qkv, qkv_bias, q_norm, k_norm, o, o_bias, post_norm, gate_up, down;
+};
+
+constexpr int STAMPS = 24;
+#if PROFILE
+#define STAMP(i) \
+  if (threadIdx.x == 0) stamps[((i64)blockIdx.x * (LAYERS + 1) + layer) * STAMPS + (i)] = clock64()
+#else
+#define STAMP(i)
+#endif
+
+// State of each sequence, tables of this block's work, the rotations: everything that stays the same for the whole step.
+template <class T>
+__device__ __forceinline__ void prepare(unsigned char *shared, const int *token_ids, const int *positions, const i64 *slots,
+                                        const int *tables, const int *seq_lens, const LayerPointers *layers, const T *head,
+                                        const float *rope, i64 rope_length, int max_blocks, int page_shift) {
+  RowState *const rows = reinterpret_cast<RowState *>(shared + Shared::rows);
+  Plan &plan = *reinterpret_cast<Plan *>(shared + Shared::plan);
+  float *const rotations = reinterpret_cast<float *>(shared + Shared::rotations);
+  const int thread = threadIdx.x;
+  if (thread < 5) {
+    plan.first[thread] = first_tile(thread, blockIdx.x);
+    plan.units[thread] = (first_tile(thread, blockIdx.x + 1) - plan.first[thread]) * product_segments(thread);
+  }
+  for (int phase = thread; phase < PHASES; phase += THREADS) {
+    const LayerPointers *const layer = layers + phase / 4;
+    plan.weights[phase] = phase == PHASES - 1 ? reinterpret_cast<u64>(head)
+                          : phase % 4 == QKV  ? layer->qkv
+                          : phase % 4 == O    ? layer->o
+                          : phase % 4 == DOWN ? layer->down
+                                              : layer->gate_up;
+  }
+  if (thread < ROWS) {
+    RowState row;
+    row.slot = slots[thread];
+    row.length = (int)min((i64)max(seq_lens[thread], 0), min((i64)max_blocks << page_shift, (i64)0x7fffffff));
+    row.chunks = max(1, ceil_div(row.length, KEYS));
+    row.first_item = 0;
+    row.embedding = token_ids[thread] >= 0 && token_ids[thread] < VOCAB ? token_ids[thread] : -1;
+    i64 position;
+    row.position_inside = table_row(positions[thread], rope_length, position);
+    const int last = row.length - 1;
+    row.slot_of_last =
+        last >= 0 && row.slot >= 0 &&
+        row.slot == ((i64)tables[(i64)thread * max_blocks + (last >> page_shift)] << page_shift) + (last & ((1 << page_shift) - 1));
+    rows[thread] = row;
+  }
+  for (int i = thread; i < ROWS * HEAD_DIM; i += THREADS) {
+    i64 position;
+    table_row(positions[i / HEAD_DIM], rope_length, position);
+    rotations[i] = rope[position * HEAD_DIM + i % HEAD_DIM];
+  }
+  // Rows of q and p beyond the heads of an item stay zero.
+  for (int i = thread; i < (Shared::key_max - Shared::q) / 16; i += THREADS)
+    reinterpret_cast<uint4 *>(shared + Shared::q)[i] = make_uint4(0, 0, 0, 0);
+  if (thread == 0) *reinterpret_cast<uint4 *>(shared + Shared::zeros) = make_uint4(0, 0, 0, 0);
+  __syncthreads();
+  if (thread == 0) {
+    int items = 0;
+    for (int row = 0; row < ROWS; ++row) {
+      rows[row].first_item = items;
+      items += rows[row].chunks * KV_HEADS;
+    }
+  }
+  __syncthreads();
+}
+
+template <class T>
+__global__ void __launch_bounds__(THREADS, 1)
+    decode_step(const int *token_ids, const int *positions, const i64 *slots, const int *tables, const int *seq_lens,
+                const LayerPointers *layers, const unsigned char *weights, const T *embedding, const T *head,
+                const float *final_norm, const float *rope, T *k_cache, T *v_cache, float *residual, T *qkv, T *attended,
+                T *gated, float *part_acc, float *part_stats, float *logits, u64 *counter, i64 *stamps, i64 rope_length,
+                int max_blocks, int page_shift, int num_blocks, int max_chunks, float eps, float c) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  T *const zeros = reinterpret_cast<T *>(shared + Shared::zeros), *const x = reinterpret_cast<T *>(shared + Shared::x);
+  float *const partial = reinterpret_cast<float *>(shared + Shared::partial);
+  float *const groups = reinterpret_cast<float *>(shared + Shared::groups);
+  float *const head_norms = reinterpret_cast<float *>(shared + Shared::head_norms);
+  const RowState *const rows = reinterpret_cast<const RowState *>(shared + Shared::rows);
+
+  prepare<T>(shared, token_ids, positions, slots, tables, seq_lens, layers, head, rope, rope_length, max_blocks, page_shift);
+  WeightStream<T> stream(reinterpret_cast<T *>(shared) + (threadIdx.x >> 5) * RING_SLOTS * RING_ELEMENTS,
+                         *reinterpret_cast<const Plan *>(shared + Shared::plan));
+  stream.start();
+  int unit = threadIdx.x >> 5;  // this warp's next unit, counted from the start of the next product
+  GridBarrier barrier(counter);
+
+  T *const keys = reinterpret_cast<T *>(shared + Shared::kv);
+  T *const s_q = reinterpret_cast<T *>(shared + Shared::q);
+  const Attention<T> attention{keys, keys + KEYS * HEAD_DIM, s_q, reinterpret_cast<T *>(shared + Shared::p),
+                               reinterpret_cast<float *>(shared + Shared::key_max),
+                               reinterpret_cast<float *>(shared + Shared::key_sum), head_norms,
+                               reinterpret_cast<const float *>(shared + Shared::rotations), rows, tables, max_blocks,
+                               page_shift, num_blocks, max_chunks, eps, c, part_acc, part_stats, attended, qkv};
+  const int items = attention.items();
+  const bool has_item = (int)blockIdx.x < items;
+  const int first_pages = has_item ? attention.pages(attention.item(blockIdx.x)) : -1;
+  const bool merge_together = attention.chunks() > ROWS && attention.chunks() > INLINE_CHUNKS;
+  const i64 cache_layer = ((i64)num_blocks * KV_HEADS << page_shift) * HEAD_DIM;
+  int fetched_at = 0;  // ring fills before the first item's keys and values were asked for
+  auto fetch_first_item = [&](int layer) {
+    if (!has_item) return;
+    const Item item = attention.item(blockIdx.x);
+    attention.template copy<Kv::key>(item, first_pages, k_cache + layer * cache_layer);
+    attention.template copy<Kv::value>(item, first_pages, v_cache + layer * cache_layer);
+    fetched_at = stream.issued;
+  };
+  auto read_residual = [&](int row, int column) {
+    return load_vec<float, 4>(residual + (i64)row * HIDDEN + column);
+  };
+
+  NormWeights norm;
+#pragma unroll 1
+  for (int layer = 0; layer < LAYERS; ++layer) {
+    const LayerPointers &w = layers[layer];
+    // ---- 1: QKV. What does not depend on the layer before is fetched while waiting for it.
+    norm.load(reinterpret_cast<const float *>(w.input_norm));
+    if (has_item && threadIdx.x < 2 * HEAD_DIM)
+      head_norms[threadIdx.x] =
+          reinterpret_cast<const float *>(threadIdx.x < HEAD_DIM ? w.q_norm : w.k_norm)[threadIdx.x % HEAD_DIM];
+    if (!OVERLAY) fetch_first_item(layer);
+    STAMP(0);
+    if (layer > 0) barrier.wait();
+    STAMP(1);
+    if (layer == 0)
+      norm_rows(x, groups, norm, eps, [&](int row, int column) {
+        Vec<float, 4> v;
+        const int id = rows[row].embedding;
+        const Vec<T, 4> e = load_vec<T, 4>(embedding + (i64)max(id, 0) * HIDDEN + column);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) v.v[j] = id < 0 ? CUKERN_NAN : to_float(e.v[j]);
+        return v;
+      });
+    else
+      norm_rows(x, groups, norm, eps, read_residual);
+    STAMP(2);
+    multiply<QKV>(stream, unit, x, zeros, partial,
+                  StoreRounded<T>{reinterpret_cast<const float *>(w.qkv_bias), qkv, QKV_SIZE});
+    STAMP(3);
+    barrier.arrive();
+    if (OVERLAY) fetch_first_item(layer);
+    STAMP(4);
+    barrier.wait();
+    STAMP(5);
+
+    // ---- 2: attention
+    if (has_item) {
+      Item item = attention.item(blockIdx.x);
+      T *const layer_k = k_cache + layer * cache_layer, *const layer_v = v_cache + layer * cache_layer;
+      int later = stream.issued - fetched_at;
+      for (int index = blockIdx.x; index < items; index += gridDim.x) {
+        const int next_index = index + gridDim.x;
+        const bool more = next_index < items;
+        const Item next = attention.item(more ? next_index : index);
+        const int pages = more ? attention.pages(next) : -1;
+        attention.attend(
+            item, later, layer_k, layer_v, [&]() { if (more) attention.template copy<Kv::key>(next, pages, layer_k); },
+            [&]() { if (more) attention.template copy<Kv::value>(next, pages, layer_v); });
+        item = next;
+        later = 0;
+      }
+    }
+    STAMP(6);
+    barrier.arrive();
+    STAMP(7);
+    barrier.wait();
+    STAMP(8);
+    if (merge_together) {
+      attention.merge_long(*reinterpret_cast<MergeMemory *>(keys));
+      barrier.arrive();
+      barrier.wait();
+    }
+    STAMP(9);
+
+    // ---- 3: output product
+    if (merge_together)
+      load_rows<Q_SIZE>(x, attended);
+    else
+      attention.load_merged(x);
+    __syncthreads();
+    STAMP(10);
+    multiply<O>(stream, unit, x, zeros, partial,
+                AddToResidual<T>{reinterpret_cast<const float *>(w.o_bias), residual, layer == 0 ? embedding : nullptr, rows});
+    STAMP(11);
+    barrier.arrive();
+    norm.load(reinterpret_cast<const float *>(w.post_norm));
+    STAMP(12);
+    barrier.wait();
+    STAMP(13);
+
+    // ---- 4: gate and up
+    norm_rows(x, groups, norm, eps, read_residual);
+    STAMP(14);
+    multiply<GATE_UP>(stream, unit, x, zeros, partial, StoreSwiglu<T>{gated});
+    STAMP(15);
+    barrier.arrive();
+    STAMP(16);
+    barrier.wait();
+    STAMP(17);
+
+    // ---- 5: down
+    load_rows<INTERMEDIATE>(x, gated);
+    __syncthreads();
+    STAMP(18);
+    multiply<DOWN>(stream, unit, x, zeros, partial, AddToResidual<T>{nullptr, residual, nullptr, rows});
+    STAMP(19);
+    barrier.arrive();
+    STAMP(20);
+  }
+  norm.load(final_norm);
+  const int layer = LAYERS;
+  STAMP(0);
+  barrier.wait();
+  STAMP(1);
+  norm_rows(x, groups, norm, eps, read_residual);
+  STAMP(2);
+  multiply<HEAD>(stream, unit, x, zeros, partial, StoreLogits<T>{logits});
+  STAMP(3);
+  cp_async_wait<0>();
+  (void)layer;
+  (void)weights;
+  (void)stamps;
+}

@@ -1,0 +1,276 @@
+"""The one-launch decode step: the bits of `Qwen3.forward`, whatever the grid, batch, lengths and page layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from paging import UNUSED, bits
+
+import cukern
+from cukern.models import ForwardBatch, PagedKVCache, Qwen3, demo_checkpoint
+from cukern.models.decode_step import DecodeStep, Layout, kernel_defines, plan_layout
+from cukern.models.kv_cache import ScratchKVCache
+from cukern.testing.checkpoints import QWEN3_SHAPES, make_checkpoint
+
+DATA = Path(__file__).parent / "data"
+LENGTHS = (1, 2, 15, 64, 127, 128, 129, 200)
+
+
+@cache
+def model_of(name: str, device: str = "emulated") -> Qwen3:
+    return Qwen3.from_pretrained(demo_checkpoint() if name == "demo-qwen3" else DATA / name, device=device)
+
+
+class Scene:
+    """A cache with random keys and values of several sequences in shuffled blocks, and NaN everywhere else."""
+
+    def __init__(self, model: Qwen3, lengths: Sequence[int], *, block_size: int = 16, steps: int = 4, seed: int = 0):
+        self.model, self.block_size = model, block_size
+        self.rng = np.random.default_rng(seed)
+        self.lengths = list(lengths)
+        blocks = [-(-(n + steps) // block_size) for n in lengths]
+        self.width = max(blocks) + 1
+        order = self.rng.permutation(sum(blocks) + 2)
+        self.tables = np.full((len(lengths), self.width), UNUSED, np.int32)
+        at = 0
+        for i, count in enumerate(blocks):
+            self.tables[i, :count] = order[at : at + count]
+            at += count
+        c = model.config
+        shape = (c.num_hidden_layers, len(order), c.num_key_value_heads, block_size, c.head_dim)
+        caches = []
+        for _ in range(2):
+            full = self.rng.standard_normal(shape, np.float32).astype(model.dtype)
+            kept = np.full(shape, np.nan, model.dtype)
+            for i, n in enumerate(lengths):  # the token that is decoded next is number n - 1: not there yet
+                for t in range(n - 1):
+                    block, row = self.tables[i, t // block_size], t % block_size
+                    kept[:, block, :, row] = full[:, block, :, row]
+            caches.append(kept)
+        self.k, self.v = caches
+
+    def cache(self) -> PagedKVCache:
+        cache = PagedKVCache(self.model.config, self.k.shape[1], self.block_size, self.model.device, self.model.dtype)
+        cache.k[...] = self.model.device.xp.asarray(self.k)
+        cache.v[...] = self.model.device.xp.asarray(self.v)
+        return cache
+
+    def batch(self, step: int = 0) -> ForwardBatch:
+        put, rng = self.model.device.put, np.random.default_rng(100 + step)
+        last = np.array(self.lengths, np.int64) - 1 + step
+        slots = self.tables[np.arange(len(last)), last // self.block_size].astype(np.int64) * self.block_size
+        count = len(last)
+        return ForwardBatch(
+            token_ids=put(rng.integers(0, self.model.config.vocab_size, count).astype(np.int32)),
+            positions=put(last.astype(np.int32)),
+            slot_mapping=put(slots + last % self.block_size),
+            cu_seqlens_q=put(np.arange(count + 1, dtype=np.int32)),
+            seq_lens=put((last + 1).astype(np.int32)),
+            block_tables=put(self.tables),
+            max_query_len=1,
+        )
+
+    def expected(self, steps: int = 1) -> tuple[list[np.ndarray], PagedKVCache]:
+        cache = self.cache()
+        get = self.model.device.get
+        return [get(self.model.forward(self.batch(i), cache)).copy() for i in range(steps)], cache
+
+    def stepped(self, blocks: int | None, steps: int = 1, max_batch: int | None = None, **kwargs: Any) -> Any:
+        cache = self.cache()
+        step = DecodeStep(self.model, cache, max_batch or len(self.lengths), self.width + 1, blocks=blocks, **kwargs)
+        found = []
+        for i in range(steps):
+            step.load(self.batch(i))
+            found.append(self.model.device.get(step.run())[: len(self.lengths)].copy())
+        return found, cache
+
+
+def assert_same(scene: Scene, got: Any, want: Any) -> None:
+    for step, (a, b) in enumerate(zip(got[0], want[0], strict=True)):
+        assert not np.isnan(b).any()
+        np.testing.assert_array_equal(bits(a), bits(b), err_msg=f"logits of step {step}")
+    get = scene.model.device.get
+    for name in ("k", "v"):
+        a, b = get(getattr(got[1], name)), get(getattr(want[1], name))
+        np.testing.assert_array_equal(bits(a), bits(b), err_msg=f"{name} cache")
+
+
+@pytest.mark.parametrize("blocks", [3, 4, 8])
+@pytest.mark.parametrize("name", ["tied-fp16", "untied-bf16-sharded", "hd128-fp16"])
+def test_forward_bits_for_any_grid(name: str, blocks: int) -> None:
+    scene = Scene(model_of(name), (129, 64, 1))
+    assert_same(scene, scene.stepped(blocks), scene.expected())
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_one_sequence_of_every_length(length: int) -> None:
+    scene = Scene(model_of("hd128-fp16"), (length,), seed=length)
+    assert_same(scene, scene.stepped(4), scene.expected())
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("tied-fp16", 1), ("hd128-fp16", 2), ("untied-bf16-sharded", 5), ("tied-fp16", 12)]
+)
+def test_batch_of_every_size(name: str, count: int) -> None:
+    scene = Scene(model_of(name), (LENGTHS * 2)[-count:], block_size=64, seed=count)
+    assert_same(scene, scene.stepped(3), scene.expected())
+
+
+@pytest.mark.parametrize(
+    ("lengths", "block_size"), [((129, 257), 16), ((300, 20, 130), 32), ((500, 400), 16), ((1, 390, 500, 2), 256)]
+)
+def test_long_sequences_are_merged_in_both_ways(lengths: tuple[int, ...], block_size: int) -> None:
+    """By every block up to six chunks in all, together beyond."""
+    scene = Scene(model_of("hd128-fp16"), lengths, block_size=block_size)
+    assert_same(scene, scene.stepped(4), scene.expected())
+
+
+@pytest.mark.parametrize("shared_kb", [227, 160])
+@pytest.mark.parametrize("count", [1, 3])
+def test_large_shared_memory(shared_kb: int, count: int) -> None:
+    """The layouts of larger GPUs: deeper rings, and keys and values beside the rows of x where there is room."""
+    scene = Scene(model_of("hd128-fp16"), (200, 129, 3)[:count])
+    layout = plan_layout(scene.model.config, count, 4, shared_kb << 10)
+    assert isinstance(layout, Layout)
+    assert layout.ring_k == 128
+    assert layout.overlay == (shared_kb == 160)
+    assert_same(scene, scene.stepped(4, max_shared_mem=shared_kb << 10), scene.expected())
+
+
+@pytest.mark.parametrize("order", ["down", "random"])
+def test_consecutive_steps_and_thread_orders(order: str) -> None:
+    """Four steps across a chunk border, each from what the one before has left."""
+    scene = Scene(model_of("tied-fp16"), (126, 15, 2))
+    with cukern.emulate(check=False, order=order, seed=3):
+        assert_same(scene, scene.stepped(4, 4), scene.expected(4))
+
+
+def test_demonstration_model() -> None:
+    scene = Scene(model_of("demo-qwen3"), (128, 40), steps=2)
+    with cukern.emulate(check=False):
+        assert_same(scene, scene.stepped(4, 2), scene.expected(2))
+
+
+def test_unused_rows_change_nothing() -> None:
+    """A batch smaller than the step was made for."""
+    scene = Scene(model_of("tied-fp16"), (64, 130, 7))
+    assert_same(scene, scene.stepped(4, 2, max_batch=7), scene.expected(2))
+
+
+def test_biases_and_many_queries_to_a_key(tmp_path: Path) -> None:
+    """attention_bias, a group of 12 query heads, head_dim 16, sizes that are no multiple of 32."""
+    config = replace(
+        model_of("tied-fp16").config,
+        hidden_size=80,
+        intermediate_size=144,
+        num_attention_heads=12,
+        num_key_value_heads=1,
+        head_dim=16,
+        attention_bias=True,
+        vocab_size=72,
+    )
+    model = Qwen3.from_pretrained(make_checkpoint(tmp_path, config, "bfloat16", std=0.2), device="emulated")
+    scene = Scene(model, (129, 17))
+    assert_same(scene, scene.stepped(3), scene.expected())
+
+
+def test_token_outside_the_vocabulary_gives_nan_in_its_row_alone() -> None:
+    scene = Scene(model_of("tied-fp16"), (20, 20))
+    want = scene.expected()[0][0]
+    step = DecodeStep(scene.model, scene.cache(), 2, scene.width, blocks=3)
+    step.load(scene.batch())
+    step.token_ids[0] = scene.model.config.vocab_size
+    got = step.run()
+    assert np.isnan(got[0]).all()
+    np.testing.assert_array_equal(bits(got[1]), bits(want[1]))
+
+
+def test_slot_of_minus_one_writes_nothing() -> None:
+    """The key at the last place is then what the cache holds there."""
+    scene = Scene(model_of("tied-fp16"), (20, 33))
+    model, put = scene.model, scene.model.device.put
+    batch = scene.batch()
+    batch.slot_mapping = put(np.array([-1, int(batch.slot_mapping[1])], np.int64))
+    cache, other = scene.cache(), scene.cache()
+    for c in (cache, other):
+        c.k[:, scene.tables[0, 1], :, 3] = c.v[:, scene.tables[0, 1], :, 3] = 0.5
+    want = model.forward(batch, cache)
+    step = DecodeStep(model, other, 2, scene.width, blocks=3)
+    step.load(batch)
+    np.testing.assert_array_equal(bits(step.run()), bits(want))
+    np.testing.assert_array_equal(bits(other.k), bits(cache.k))
+
+
+# ---- refusals
+
+
+def test_bad_arguments() -> None:
+    model = model_of("tied-fp16")
+    cache = model.new_cache(4)
+    with pytest.raises(ValueError, match="max_blocks_per_seq must be at least 1, got 0"):
+        DecodeStep(model, cache, 1, 0)
+    with pytest.raises(ValueError, match="a batch of 17: it takes 1 to 16"):
+        DecodeStep(model, cache, 17, 4)
+    with pytest.raises(ValueError, match="every layer"):
+        DecodeStep(model, ScratchKVCache(model.config, 4, 16, model.device, model.dtype), 1, 4)
+    with pytest.raises(ValueError, match="float32"):
+        DecodeStep(model, PagedKVCache(model.config, 4, 16, model.device, np.float32), 1, 4)
+    with pytest.raises(ValueError, match="shared memory"):
+        DecodeStep(model, cache, 16, 4, max_shared_mem=40 << 10)
+    assert DecodeStep.supported(model, 1) is None
+    assert "CPU reference" in str(DecodeStep.supported(model_of("tied-fp16", "cpu"), 1))
+
+
+def test_batches_that_do_not_fit() -> None:
+    scene = Scene(model_of("tied-fp16"), (20, 33))
+    step = DecodeStep(scene.model, scene.cache(), 1, scene.width, blocks=3)
+    with pytest.raises(ValueError, match="2 sequences"):
+        step.load(scene.batch())
+    step = DecodeStep(scene.model, scene.cache(), 2, 1, blocks=3)
+    with pytest.raises(ValueError, match=f"{scene.width} blocks"):
+        step.load(scene.batch())
+    prompt = replace(scene.batch(), max_query_len=3, is_decode=False)
+    with pytest.raises(ValueError, match="one new token"):
+        step.load(prompt)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"head_dim": 256}, "head_dim 256"),
+        ({"num_attention_heads": 34, "num_key_value_heads": 2}, "17 query heads"),
+        ({"hidden_size": 1032}, "hidden_size 1032"),
+        ({"vocab_size": 151935}, "vocab_size 151935"),
+    ],
+)
+def test_models_that_are_refused(change: dict[str, int], reason: str) -> None:
+    found = plan_layout(replace(QWEN3_SHAPES["0.6B"], **change), 1, 132, 227 << 10)
+    assert isinstance(found, str)
+    assert reason in found
+
+
+def test_published_models_fit_a_large_gpu() -> None:
+    for name, config in QWEN3_SHAPES.items():
+        for batch in (1, 2):
+            assert isinstance(plan_layout(config, batch, 132, 227 << 10), Layout), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arch", "sm_count", "shared_kb"), [("sm_90a", 132, 227), ("sm_80", 108, 163)])
+def test_compiles_without_spills(arch: str, sm_count: int, shared_kb: int) -> None:
+    config = QWEN3_SHAPES["0.6B"]
+    layout = plan_layout(config, 1, sm_count, shared_kb << 10)
+    assert isinstance(layout, Layout)
+    source = cukern.jit.kernels_src() / "decode_step.cu"
+    kernel = cukern.Kernel(
+        source, "decode_step", template=("bf16",), defines=kernel_defines(config, layout), cooperative=True, arch=arch
+    )
+    resources = kernel.resources
+    assert resources.spill_stores == resources.spill_loads == 0
+    assert resources.registers <= 128
