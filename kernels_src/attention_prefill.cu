@@ -185,12 +185,10 @@ __global__ void __launch_bounds__(Warps * 32, Warps == 4 ? (D <= 64 ? 3 : 2) : 1
   }
   __syncthreads();
 
-  // Query row r sees the keys [0, seen(r)). It grows with r, so the last row of a warp or CTA decides its tiles.
-  const int shift = causal ? len - n + 1 : 1 << 30;
-  auto seen = [&](int r) { return max(min(r + shift, len), 0); };
-  const int warp_row = warp / Split * 16, first_row = row0 + warp_row;
-  const int tiles = ceil_div(seen(row0 + Rows - 1), TILE), unmasked = seen(first_row);
-  const int warp_tiles = first_row < n ? ceil_div(seen(first_row + 15), TILE) : 0;
+  // Row r of this warp sees the keys [0, min(limit + r, len)); none if that is negative, or if the warp has no row.
+  const int warp_row = warp / Split * 16, shift = causal ? len - n + 1 : 1 << 30;
+  const int limit = row0 + warp_row < n ? row0 + warp_row + shift : -(1 << 30);
+  const int tiles = ceil_div(max(min(row0 + Rows - 1 + shift, len), 0), TILE);
   const int d0 = warp % Split * Blocks16;
   const bool last = Split == 1 || d0 + Blocks16 <= D / 16;
 
@@ -239,7 +237,7 @@ __global__ void __launch_bounds__(Warps * 32, Warps == 4 ? (D <= 64 ? 3 : 2) : 1
   }
   for (int t = 0; t < tiles; ++t) {
     const T *const keys = s_k + t % Stages * TILE * D, *const values = s_v + t % Stages * TILE * D;
-    const bool active = t < warp_tiles;
+    const bool active = t * TILE < min(limit + 15, len);
     cp_async_wait<0>();
     __syncthreads();  // tile t (of K) is there, and nobody reads what the next copies overwrite
     if (t == 0) queries.load();
@@ -264,9 +262,9 @@ __global__ void __launch_bounds__(Warps * 32, Warps == 4 ? (D <= 64 ? 3 : 2) : 1
       }
     }
     if (active) {
-      if ((t + 1) * TILE > unmasked) {
-        const int key = t * TILE + (lane & 3) * 2, row = first_row + (lane >> 2);
-        const int bound[2] = {seen(row) - key, seen(row + 8) - key};
+      if ((t + 1) * TILE > min(limit, len)) {
+        const int key = t * TILE + (lane & 3) * 2, row = limit + (lane >> 2);
+        const int bound[2] = {min(row, len) - key, min(row + 8, len) - key};
 #pragma unroll
         for (int j = 0; j < TILE / 8; ++j)
 #pragma unroll
@@ -274,7 +272,7 @@ __global__ void __launch_bounds__(Warps * 32, Warps == 4 ? (D <= 64 ? 3 : 2) : 1
             if (j * 8 + (e & 1) >= bound[e >> 1]) s[j][e] = -CUKERN_INF;
       }
       attend_tile<T, D, Blocks16>(s, acc, m, l, t % TilesPerChunk == 0, c, values, d0, last);
-      if (t % TilesPerChunk == TilesPerChunk - 1 || t + 1 == warp_tiles) {
+      if (t % TilesPerChunk == TilesPerChunk - 1 || (t + 1) * TILE >= min(limit + 15, len)) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           merge[i].step(m[i], l[i], c);

@@ -40,7 +40,7 @@ COMPILED_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 160, 192, 256)
 PAGE_SIZES = (16, 32, 64, 128, 256)
 """Tokens per block of a paged cache."""
 
-_MAX_TOKENS = 1 << 30
+_MAX_TOKENS = (1 << 30) - 256  # kernels add a tile to a row and to 2^30 in 32 bits
 
 
 def check_heads(function: str, place: Place, q: Array, heads: int, kv_heads: int, head_dim: int) -> None:
@@ -115,7 +115,7 @@ def strided(function: str, name: str, array: Array, place: Place) -> tuple[Array
     """
     for n in array.shape:
         if n > _MAX_TOKENS:
-            raise ValueError(f"{function}: {name} has shape {tuple(array.shape)}, a side of more than 2^30")
+            raise ValueError(f"{function}: {name} has shape {tuple(array.shape)}, a side beyond {_MAX_TOKENS}")
     if not _fits(array):
         array = contiguous(array, place) if not array.flags.c_contiguous else array.copy()
     strides = tuple(s // array.itemsize if n > 1 else 0 for s, n in zip(array.strides[:-1], array.shape))

@@ -317,15 +317,26 @@ def _check(
     return batch, cu_q, cu_k, tables, seq_lens
 
 
-def kernel_variants() -> list[tuple[str, str, tuple[Any, ...], None]]:
-    """Kernels to compile ahead and to check for register spills.
+def kernel_variants() -> list[tuple[str, str, tuple[Any, ...], None, tuple[str, ...]]]:
+    """Kernels to compile ahead and to check for register spills, each for the architectures where it may be chosen.
 
     half and bf16 differ in one instruction; each tile shape comes once dense in half and once paged in bf16. Head
     dimensions in between are compiled at first use.
     """
     return [
-        ("attention_prefill.cu", _NAME, variant.template(ctype, head_dim, paged), None)
+        (
+            "attention_prefill.cu",
+            _NAME,
+            variant.template(ctype, head_dim, paged),
+            None,
+            _architectures(variant, head_dim),
+        )
         for head_dim in COMPILED_HEAD_DIMS
         for variant in candidates(head_dim)
         for ctype, paged in (("half", False), ("bf16", True))
     ]
+
+
+def _architectures(variant: Variant, head_dim: int) -> tuple[str, ...]:
+    """Where a variant may be chosen (empty: everywhere): small tiles have one stage only on SMs with 100 KB."""
+    return ("sm_86", "sm_89", "sm_120a") if variant == Variant(4, 1) and head_dim <= 128 else ()
