@@ -57,8 +57,8 @@ class Scene:
 
     def cache(self) -> PagedKVCache:
         cache = PagedKVCache(self.model.config, self.k.shape[1], self.block_size, self.model.device, self.model.dtype)
-        cache.k[...] = self.model.device.xp.asarray(self.k)
-        cache.v[...] = self.model.device.xp.asarray(self.v)
+        for whole, values in ((cache.k, self.k), (cache.v, self.v)):
+            whole.view(np.uint16)[...] = self.model.device.put(values.view(np.uint16))
         return cache
 
     def batch(self, step: int = 0) -> ForwardBatch:
@@ -97,8 +97,8 @@ def assert_same(scene: Scene, got: Any, want: Any) -> None:
         np.testing.assert_array_equal(bits(a), bits(b), err_msg=f"logits of step {step}")
     get = scene.model.device.get
     for name in ("k", "v"):
-        a, b = get(getattr(got[1], name)), get(getattr(want[1], name))
-        np.testing.assert_array_equal(bits(a), bits(b), err_msg=f"{name} cache")
+        a, b = get(getattr(got[1], name).view(np.uint16)), get(getattr(want[1], name).view(np.uint16))
+        np.testing.assert_array_equal(a, b, err_msg=f"{name} cache")
 
 
 @pytest.mark.parametrize("blocks", [3, 4, 8])
@@ -274,3 +274,60 @@ def test_compiles_without_spills(arch: str, sm_count: int, shared_kb: int) -> No
     resources = kernel.resources
     assert resources.spill_stores == resources.spill_loads == 0
     assert resources.registers <= 128
+
+
+# ---- on a GPU
+
+
+@pytest.fixture(scope="module", params=["float16", "bfloat16"])
+def large_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Qwen3:
+    """Four layers of the 0.6B shape."""
+    folder = make_checkpoint(tmp_path_factory.mktemp("0.6B"), "0.6B", request.param, num_hidden_layers=4)
+    return Qwen3.from_pretrained(folder, device="cuda", max_positions=4096)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "lengths", [(1,), (128,), (129,), (2000,), (64, 700), (5, 128, 300), (130,) * 7, tuple(range(1, 321, 20))]
+)
+def test_large_model_bits(large_model: Qwen3, lengths: tuple[int, ...]) -> None:
+    scene = Scene(large_model, lengths)
+    want = scene.expected(2)
+    for blocks in (None, 40):
+        assert_same(scene, scene.stepped(blocks, 2), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["tied-fp16", "untied-bf16-sharded", "hd128-fp16", "yarn-fp16", "demo-qwen3"])
+def test_small_models_on_a_gpu(name: str) -> None:
+    scene = Scene(model_of(name, "cuda"), (200, 129, 64, 1))
+    assert_same(scene, scene.stepped(None, 3), scene.expected(3))
+
+
+@pytest.mark.gpu
+def test_graph_replay(large_model: Qwen3) -> None:
+    """Captured once, replayed for 20 tokens whose lengths pass a chunk border: the bits of separate calls."""
+    import cupy
+
+    scene = Scene(large_model, (120, 300, 3), steps=20)
+    want, other = scene.expected(20)
+    cache = scene.cache()
+    step = DecodeStep(large_model, cache, 3, scene.width)
+    step.load(scene.batch())
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.runtime.deviceSynchronize()
+    with stream:
+        step.run()  # compiles and loads
+        stream.synchronize()
+        stream.begin_capture()
+        step.run()
+        graph = stream.end_capture()
+        for i in range(20):
+            step.load(scene.batch(i))
+            graph.launch(stream)
+            got = cupy.asnumpy(step.logits)
+            np.testing.assert_array_equal(bits(got), bits(want[i]), err_msg=f"step {i}")
+        stream.synchronize()
+    for name in ("k", "v"):
+        a, b = (cupy.asnumpy(getattr(c, name).view(np.uint16)) for c in (cache, other))
+        np.testing.assert_array_equal(a, b, err_msg=name)

@@ -4,6 +4,7 @@
 #pragma once
 #include "common/softmax.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/memory.cuh"
 
 constexpr int MERGE_PARTS = 128;   // chunks per round, and threads that take part
 constexpr int MERGE_COLUMNS = 32;  // columns of the head
@@ -20,7 +21,9 @@ struct __align__(16) MergeMemory {
 template <int D>
 __device__ __forceinline__ float merge_chunks(MergeMemory &memory, const float *acc, const float *stats, int chunks,
                                               int columns, float c, float &M, float &sum) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, i = threadIdx.x;
+  u32 self = threadIdx.x;
+  opaque(self);  // what follows from it is not kept in registers between calls
+  const int i = (int)self, lane = i & 31, warp = i >> 5;
   const bool member = i < MERGE_PARTS;
   auto copy = [&](int chunk0) {
     if (member)

@@ -107,7 +107,9 @@ template <class T> struct Attention {
   __device__ __forceinline__ void attend(const Item &i, int later, T *k_cache, T *v_cache, const NextKeys &next_keys,
                                          const NextValues &next_values) const {
     constexpr int Halves = GROUP > 8 ? 2 : 1;  // rows 8 to 15 of the tile
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    u32 self = threadIdx.x;
+    opaque(self);  // what follows from it is not kept in registers through a layer
+    const int lane = self & 31, warp = self >> 5;
     const int row = lane >> 2, column = (lane & 3) * 2;
     const int key0 = i.chunk * KEYS, length = rows[i.row].length;
 

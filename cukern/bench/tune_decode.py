@@ -1,0 +1,237 @@
+"""The one-launch decode step on this GPU: ``python -m cukern.bench.tune_decode``.
+
+A random model of a published shape is made in device memory. First the logits are compared with `Qwen3.forward`, bit
+for bit; then a step is timed as a CUDA graph over batches and contexts; then a build with clock readings shows where
+the time of a layer goes. The floor counts every weight once and the cached keys and values, at 4.8 TB/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from cukern.models import ForwardBatch, PagedKVCache, Qwen3
+from cukern.models.decode_step import DecodeStep
+from cukern.models.device import Device
+from cukern.models.weights import Weights
+from cukern.testing.checkpoints import QWEN3_SHAPES
+
+_BANDWIDTH = 4.8e12
+_PAGE = 16
+_CASES = [(1, 127), (1, 128), (1, 1024), (1, 4096), (1, 32768)]
+_CASES += [(batch, context) for context in (128, 1024) for batch in (2, 4, 8, 16)]
+
+# Intervals between the clock readings of decode_step.cu, in order: (from, to, what happens).
+_INTERVALS = [
+    (0, 1, "wait for down"),
+    (1, 2, "norm"),
+    (2, 3, "qkv product"),
+    (3, 4, "arrive"),
+    (4, 5, "wait for qkv"),
+    (5, 6, "attention"),
+    (6, 7, "arrive"),
+    (7, 8, "wait for attention"),
+    (8, 9, "merge together"),
+    (9, 10, "load rows, merge"),
+    (10, 11, "o product"),
+    (11, 12, "arrive"),
+    (12, 13, "wait for o"),
+    (13, 14, "norm"),
+    (14, 15, "gate|up product"),
+    (15, 16, "arrive"),
+    (16, 17, "wait for gate|up"),
+    (17, 18, "load rows"),
+    (18, 19, "down product"),
+    (19, 20, "arrive"),
+]
+
+
+class _Noise:
+    """Normal numbers on the GPU, copied from one array at a different offset for every tensor."""
+
+    def __init__(self, cupy: Any) -> None:
+        self._values = np.random.default_rng(0).standard_normal((1 << 22) + 9973, np.float32)
+        self._cupy, self._offset = cupy, 0
+        self._ready: dict[tuple[str, float, float], Any] = {}
+
+    def fill(self, array: Any, std: float, mean: float = 0.0) -> None:
+        key, raw = (array.dtype.name, std, mean), np.dtype(f"u{array.itemsize}")
+        if key not in self._ready:
+            values = (self._values * np.float32(std) + np.float32(mean)).astype(array.dtype)
+            self._ready[key] = self._cupy.asarray(values.view(raw))
+        source, flat, at = self._ready[key], array.view(raw).reshape(-1), 0
+        while at < flat.size:
+            self._offset = (self._offset + 7919) % 9973
+            count = min(flat.size - at, 1 << 22)
+            flat[at : at + count] = source[self._offset : self._offset + count]
+            at += count
+
+
+def make_model(cupy: Any, name: str, dtype: Any, layers: int | None = None, max_positions: int = 40960) -> Qwen3:
+    """A model of a published shape with random weights, made on the GPU in a second."""
+    config = QWEN3_SHAPES[name]
+    if layers is not None:
+        config = replace(config, num_hidden_layers=layers)
+    weights = Weights(config, Device.parse("cuda"), dtype)
+    noise = _Noise(cupy)
+    for key in weights:
+        if key.endswith("norm.weight"):
+            noise.fill(weights[key], 0.1, 1.0)
+        else:
+            noise.fill(weights[key], 0.02)
+    return Qwen3(config, weights, max_positions=max_positions)
+
+
+def make_batch(cupy: Any, model: Qwen3, batch: int, context: int, seed: int = 0) -> tuple[ForwardBatch, PagedKVCache]:
+    """Sequences with `context` cached tokens each and one to decode, in shuffled pages."""
+    columns = context // _PAGE + 1
+    cache = PagedKVCache(model.config, batch * columns, _PAGE, model.device, model.dtype)
+    noise = _Noise(cupy)
+    noise.fill(cache.k, 1.0)
+    noise.fill(cache.v, 1.0)
+    rng = np.random.default_rng(seed)
+    tables = rng.permutation(batch * columns).astype(np.int32).reshape(batch, columns)
+    put = model.device.put
+    return ForwardBatch(
+        token_ids=put(rng.integers(0, model.config.vocab_size, batch).astype(np.int32)),
+        positions=put(np.full(batch, context, np.int32)),
+        slot_mapping=put(tables[:, context // _PAGE].astype(np.int64) * _PAGE + context % _PAGE),
+        cu_seqlens_q=put(np.arange(batch + 1, dtype=np.int32)),
+        seq_lens=put(np.full(batch, context + 1, np.int32)),
+        block_tables=put(tables),
+        max_query_len=1,
+    ), cache
+
+
+def check(cupy: Any, model: Qwen3, batch: int, context: int) -> bool:
+    """Whether logits and cache after a step have the bits of `Qwen3.forward`."""
+    inputs, cache = make_batch(cupy, model, batch, context)
+    step = DecodeStep(model, cache, batch, int(inputs.block_tables.shape[1]))
+    step.load(inputs)
+    got = cupy.asnumpy(step.run()).view(np.uint32)
+    keys = cupy.asnumpy(cache.k.view(np.uint16))
+    want = cupy.asnumpy(model.forward(inputs, cache)).view(np.uint32)
+    same_keys = bool((keys == cupy.asnumpy(cache.k.view(np.uint16))).all())
+    different = int((got != want).sum())
+    nan = bool(np.isnan(want.view(np.float32)).any())
+    print(
+        f"check B{batch} context {context}: {different} of {got.size} logits differ, cache "
+        f"{'same' if same_keys else 'DIFFERS'}{', NaN' if nan else ''}",
+        flush=True,
+    )
+    return different == 0 and same_keys and not nan
+
+
+def graph_times(cupy: Any, step: DecodeStep, samples: int = 100) -> list[float]:
+    """Microseconds of each of `samples` replays, queued one behind another."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.runtime.deviceSynchronize()
+    with stream:
+        step.run()
+        stream.synchronize()
+        stream.begin_capture()
+        step.run()
+        graph = stream.end_capture()
+        for _ in range(20):
+            graph.launch(stream)
+        stream.synchronize()
+        events = [cupy.cuda.Event() for _ in range(samples + 1)]
+        events[0].record(stream)
+        for event in events[1:]:
+            graph.launch(stream)
+            event.record(stream)
+        stream.synchronize()
+    return [cupy.cuda.get_elapsed_time(a, b) * 1e3 for a, b in itertools.pairwise(events)]
+
+
+def step_bytes(model: Qwen3, batch: int, context: int) -> int:
+    """Bytes that a step must read."""
+    c = model.config
+    weights = model.weights.nbytes - (0 if c.tie_word_embeddings else int(model.weights.embed.nbytes))
+    return weights + batch * context * c.num_hidden_layers * 2 * c.kv_size * model.dtype.itemsize
+
+
+def time_cases(cupy: Any, model: Qwen3, cases: list[tuple[int, int]]) -> None:
+    print(f"{'batch':>5} {'context':>7} {'us':>8} {'best':>8} {'tokens/s':>9} {'% of 4.8 TB/s':>13}  layout")
+    for batch, context in cases:
+        problem = DecodeStep.supported(model, batch)
+        if problem:
+            print(f"{batch:5} {context:7} not run: {problem}")
+            continue
+        inputs, cache = make_batch(cupy, model, batch, context)
+        step = DecodeStep(model, cache, batch, int(inputs.block_tables.shape[1]))
+        step.load(inputs)
+        times = graph_times(cupy, step)
+        us = statistics.median(times)
+        floor = step_bytes(model, batch, context) / _BANDWIDTH * 1e6
+        layout = step.layout
+        print(
+            f"{batch:5} {context:7} {us:8.1f} {min(times):8.1f} {batch / us * 1e6:9.0f} {100 * floor / us:13.1f}  "
+            f"ring {layout.slots} x {layout.ring_k}{' overlaid' if layout.overlay else ''}",
+            flush=True,
+        )
+
+
+def profile(cupy: Any, model: Qwen3, batch: int, context: int) -> None:
+    """Mean time of each part of a layer, over the layers but the first: mean and extremes over the blocks."""
+    inputs, cache = make_batch(cupy, model, batch, context)
+    step = DecodeStep(model, cache, batch, int(inputs.block_tables.shape[1]), profile=True)
+    step.load(inputs)
+    us = statistics.median(graph_times(cupy, step))
+    stamps = cupy.asnumpy(step.stamps)
+    cycles = stamps[:, -1, 3] - stamps[:, 0, 0]
+    scale = us / float(cycles.mean())  # the launch itself is counted in: a few percent
+    layers = stamps[:, 1:-1]
+    print(f"profile B{batch} context {context}: {us:.1f} us a step, {1 / scale:.0f} cycles a us; us of a layer")
+    print(f"{'':20} {'mean':>7} {'fastest':>8} {'slowest':>8} {'block 0':>8}")
+    total = 0.0
+    for first, last, what in _INTERVALS:
+        spent = (layers[:, :, last] - layers[:, :, first]).mean(1) * scale
+        total += float(spent.mean())
+        print(f"{what:20} {spent.mean():7.2f} {spent.min():8.2f} {spent.max():8.2f} {spent[0]:8.2f}")
+    print(f"{'layer':20} {total:7.2f}")
+    for first, last, what in ((0, 1, "wait for down"), (1, 2, "norm"), (2, 3, "head product")):
+        spent = (stamps[:, -1, last] - stamps[:, -1, first]) * scale
+        print(f"{what:20} {spent.mean():7.2f} {spent.min():8.2f} {spent.max():8.2f} {spent[0]:8.2f}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="0.6B", choices=sorted(QWEN3_SHAPES))
+    parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"])
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--case", action="append", metavar="BATCH,CONTEXT", help="time this one (repeatable)")
+    parser.add_argument("--no-check", action="store_true")
+    parser.add_argument("--no-profile", action="store_true")
+    args = parser.parse_args()
+    from cukern.bench.machine import require_gpu
+
+    cupy = require_gpu()
+    began = time.perf_counter()
+    dtype = np.dtype(np.float16 if args.dtype == "float16" else ml_dtypes.bfloat16)
+    model = make_model(cupy, args.model, dtype, args.layers)
+    print(f"{model} made in {time.perf_counter() - began:.1f} s", flush=True)
+    good = True
+    if not args.no_check:
+        for batch, context in ((1, 127), (1, 128), (1, 2000), (3, 200), (8, 128), (16, 40)):
+            if DecodeStep.supported(model, batch) is None:
+                good &= check(cupy, model, batch, context)
+    cases = [tuple(int(n) for n in case.split(",")) for case in args.case or []]
+    time_cases(cupy, model, [(b, n) for b, n in cases] or _CASES)
+    if not args.no_profile:
+        for batch, context in ((1, 127), (1, 4096)):
+            profile(cupy, model, batch, context)
+    print(f"{time.perf_counter() - began:.0f} s in all" + ("" if good else "; BITS DIFFER"))
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
