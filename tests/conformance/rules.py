@@ -70,7 +70,7 @@ def to_float32(total: Array, exponent: Array, how: str) -> Array:
     with np.errstate(over="ignore"):
         out = exact.astype(np.float32)
     if how == "truncate":
-        over = np.abs(out.astype(np.float64)) > np.abs(exact)
+        over = (np.abs(out.astype(np.float64)) > np.abs(exact)) & (np.abs(exact) < 2.0**128)
         return np.where(over, np.nextafter(out, np.float32(0)), out)
     return out
 

@@ -30,46 +30,61 @@ static bool is_guard(const Launch *l, bool in_statics, size_t offset) {
   return false;
 }
 
+struct SharedAccess {
+  Worker *w;
+  Shadow *table;
+  size_t offset, bytes;
+  int write;
+  void *pc;
+  const char *file;
+  int line;
+  const void *address;
+};
+[[noreturn]] static void report(const SharedAccess &a, FaultKind kind, const char *text) {
+  fail_access(kind, a.pc, a.file, a.line, a.address, a.bytes, a.write, -1, text);
+}
+
+// What one access of the current thread does to the history of two bytes, of which `mask` says the touched ones.
+static inline void touch(const SharedAccess &a, Shadow &s, uint16_t mask) {
+  const Thread *t = a.w->current;
+  const uint16_t me = (uint16_t)t->linear, my_warp = me >> 5, warp_epoch = (uint16_t)t->warp->epoch;
+  const uint32_t now = a.w->epoch, born = a.w->block_epoch;
+  const unsigned writer = s.writer & S_THREAD, reader = s.reader & S_THREAD;
+  if (s.write_epoch >= born && s.writer & S_IN_FLIGHT && s.writer & mask)
+    report(a, F_SHARED_RACE, a.write ? "race on shared memory: write to the target of a cp.async that has not been waited for"
+                                     : "race on shared memory: read of the target of a cp.async that has not been waited for");
+  if (s.write_epoch == now && writer != me && s.writer & mask && !(writer >> 5 == my_warp && s.write_warp_epoch < warp_epoch))
+    race(a.pc, a.file, a.line, a.address, a.bytes, a.write, writer, "", "write");
+  if (a.write) {
+    if (s.read_epoch == now && s.reader & mask) {
+      const bool same_warp = reader >> 5 == my_warp && !(s.reader & S_BLOCK);
+      if ((reader != me || s.reader & (S_WARP | S_BLOCK)) && !(same_warp && s.read_warp_epoch < warp_epoch))
+        race(a.pc, a.file, a.line, a.address, a.bytes, 1, reader, s.reader & (S_WARP | S_BLOCK) ? " and others" : "", "read");
+    }
+    // both bytes keep their owner when one thread writes them one after the other
+    const uint16_t kept = s.write_epoch >= born ? (uint16_t)(s.writer & S_BYTES) : (uint16_t)0;
+    s.write_epoch = now, s.write_warp_epoch = warp_epoch;
+    s.writer = (uint16_t)(me | mask | kept);
+    s.read_epoch = 0;
+    return;
+  }
+  if (s.write_epoch < born || !(s.writer & mask)) {
+    if (is_guard(a.w->launch, a.table == a.w->static_shadow.items, a.offset)) return;
+    report(a, F_UNINITIALISED, "read of shared memory that this block has not written");
+  }
+  if (s.read_epoch != now) s.reader = (uint16_t)(me | mask), s.read_warp_epoch = warp_epoch;
+  else if (reader == me || s.reader & S_BLOCK) s.reader |= mask, s.read_warp_epoch = warp_epoch;
+  else if (reader >> 5 == my_warp) s.reader |= (uint16_t)(S_WARP | mask), s.read_warp_epoch = warp_epoch;
+  else s.reader |= (uint16_t)(S_BLOCK | mask);
+  s.read_epoch = now;
+}
+
 // One access of this thread to shared memory: `offset` bytes into the region that `table` describes.
 static void check_shared(Worker *w, Shadow *table, size_t offset, size_t bytes, int write, void *pc, const char *file, int line, const void *p) {
-  const Thread *t = w->current;
-  const uint16_t me = (uint16_t)t->linear, my_warp = me >> 5, warp_epoch = (uint16_t)t->warp->epoch;
-  const uint32_t now = w->epoch, born = w->block_epoch;
+  const SharedAccess a = {w, table, offset, bytes, write, pc, file, line, p};
   const size_t end = offset + bytes;
-  for (size_t i = offset >> 1; i < (end + 1) >> 1; ++i) {
-    Shadow &s = table[i];
-    const uint16_t mask = (uint16_t)((i * 2 >= offset ? S_LOW : 0) | (i * 2 + 1 < end ? S_HIGH : 0));
-    const unsigned writer = s.writer & S_THREAD;
-    if (s.write_epoch >= born && s.writer & S_IN_FLIGHT && s.writer & mask)
-      fail_access(F_SHARED_RACE, pc, file, line, p, bytes, write, -1, write ? "race on shared memory: write to the target of a cp.async that has not been waited for"
-                                                                            : "race on shared memory: read of the target of a cp.async that has not been waited for");
-    if (s.write_epoch == now && writer != me && s.writer & mask && !(writer >> 5 == my_warp && s.write_warp_epoch < warp_epoch))
-      race(pc, file, line, p, bytes, write, writer, "", "write");
-    if (write) {
-      if (s.read_epoch == now && s.reader & mask) {
-        const unsigned reader = s.reader & S_THREAD;
-        const bool same_warp = reader >> 5 == my_warp && !(s.reader & S_BLOCK);
-        if ((reader != me || s.reader & (S_WARP | S_BLOCK)) && !(same_warp && s.read_warp_epoch < warp_epoch))
-          race(pc, file, line, p, bytes, 1, reader, s.reader & (S_WARP | S_BLOCK) ? " and others" : "", "read");
-      }
-      // both bytes keep their owner when one thread writes them one after the other
-      const uint16_t kept = s.write_epoch >= born ? (uint16_t)(s.writer & S_BYTES) : (uint16_t)0;
-      s.write_epoch = now, s.write_warp_epoch = warp_epoch;
-      s.writer = (uint16_t)(me | mask | kept);
-      s.read_epoch = 0;
-    } else {
-      if (s.write_epoch < born || !(s.writer & mask)) {
-        if (is_guard(w->launch, table == w->static_shadow.items, offset)) continue;
-        fail_access(F_UNINITIALISED, pc, file, line, p, bytes, 0, -1, "read of shared memory that this block has not written");
-      }
-      const unsigned reader = s.reader & S_THREAD;
-      if (s.read_epoch != now) s.reader = (uint16_t)(me | mask), s.read_warp_epoch = warp_epoch;
-      else if (reader == me || s.reader & S_BLOCK) s.reader |= mask, s.read_warp_epoch = warp_epoch;
-      else if (reader >> 5 == my_warp) s.reader |= (uint16_t)(S_WARP | mask), s.read_warp_epoch = warp_epoch;
-      else s.reader |= (uint16_t)(S_BLOCK | mask);
-      s.read_epoch = now;
-    }
-  }
+  for (size_t i = offset >> 1; i < (end + 1) >> 1; ++i)
+    touch(a, table[i], (uint16_t)((i * 2 >= offset ? S_LOW : 0) | (i * 2 + 1 < end ? S_HIGH : 0)));
 }
 
 [[noreturn]] static void out_of_bounds(Worker *w, uintptr_t a, size_t bytes, int write, void *pc, const char *file, int line) {

@@ -1,6 +1,7 @@
 // ldmatrix, mma and cp.async. Lane-by-lane meaning as in the PTX ISA; tests/conformance compares it with a GPU.
 #pragma once
 #include "memory_check.h"
+#include "mma.h"
 #include "schedule.h"
 
 static void need_full_warp(Warp *warp, uint32_t lanes, const char *what) {
@@ -10,32 +11,20 @@ static void need_full_warp(Warp *warp, uint32_t lanes, const char *what) {
 }
 
 // Lane 4*g + t posts element pairs of row g, so eight consecutive halves of a matrix row are 16 consecutive bytes of `word`.
-template <float (*ToFloat)(uint16_t)> static void op_mma(Worker *, Warp *warp, uint32_t lanes) {
+template <class T> static void op_mma(Worker *, Warp *warp, uint32_t lanes) {
   need_full_warp(warp, lanes, "mma.m16n8k16");
-  float a[16][16], b[16][8], c[16][8];
+  alignas(64) uint16_t a[16][16], bt[8][16];
+  alignas(64) float c[16][8], posted[4][32];
   for (int r = 0; r < 4; ++r)
-    for (int g = 0; g < 8; ++g) {
-      uint16_t h[8];
-      memcpy(h, &warp->word[r][4 * g], 16);
-      for (int k = 0; k < 8; ++k) a[g + 8 * (r & 1)][8 * (r >> 1) + k] = ToFloat(h[k]);
-    }
+    for (int g = 0; g < 8; ++g) memcpy(&a[g + 8 * (r & 1)][8 * (r >> 1)], &warp->word[r][4 * g], 16);
   for (int r = 0; r < 2; ++r)
-    for (int g = 0; g < 8; ++g) {
-      uint16_t h[8];
-      memcpy(h, &warp->word[4 + r][4 * g], 16);
-      for (int k = 0; k < 8; ++k) b[8 * r + k][g] = ToFloat(h[k]);
-    }
-  float posted[4][32];
+    for (int g = 0; g < 8; ++g) memcpy(&bt[g][8 * r], &warp->word[4 + r][4 * g], 16);
   memcpy(posted, warp->word[6], sizeof posted);
-  for (int l = 0; l < 32; ++l)
-    for (int e = 0; e < 4; ++e) c[(l >> 2) + 8 * (e >> 1)][2 * (l & 3) + (e & 1)] = posted[e][l];
   for (int i = 0; i < 16; ++i)
-    for (int k = 0; k < 16; ++k) {
-      const float x = a[i][k];
-      for (int j = 0; j < 8; ++j) c[i][j] += x * b[k][j];
-    }
-  for (int l = 0; l < 32; ++l)
-    for (int e = 0; e < 4; ++e) posted[e][l] = c[(l >> 2) + 8 * (e >> 1)][2 * (l & 3) + (e & 1)];
+    for (int j = 0; j < 8; ++j) c[i][j] = posted[2 * (i >> 3) + (j & 1)][4 * (i & 7) + (j >> 1)];
+  mma::multiply<T>(a, bt, c);
+  for (int i = 0; i < 16; ++i)
+    for (int j = 0; j < 8; ++j) posted[2 * (i >> 3) + (j & 1)][4 * (i & 7) + (j >> 1)] = c[i][j];
   memcpy(warp->word[6], posted, sizeof posted);
 }
 PUBLIC EmuFloat4 emu_mma_call(float c0, float c1, float c2, float c3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
@@ -46,7 +35,7 @@ PUBLIC EmuFloat4 emu_mma_call(float c0, float c1, float c2, float c3, uint32_t a
   const uint32_t in[10] = {a0, a1, a2, a3, b0, b1, emu::bits<uint32_t>(c0), emu::bits<uint32_t>(c1), emu::bits<uint32_t>(c2), emu::bits<uint32_t>(c3)};
   for (int i = 0; i < 10; ++i) warp->word[i][t->lane] = in[i];
   t->file = file, t->line = line;
-  collective(w, t, ~0u, is_half ? op_mma<emu::half_to_float> : op_mma<emu::bf16_to_float>, "mma.m16n8k16", file, line);
+  collective(w, t, ~0u, is_half ? op_mma<mma::Half> : op_mma<mma::Bf16>, "mma.m16n8k16", file, line);
   EmuFloat4 d;
   for (int i = 0; i < 4; ++i) d.v[i] = emu::bits<float>(warp->word[6 + i][t->lane]);
   return d;
@@ -56,11 +45,15 @@ static void op_ldmatrix(Worker *, Warp *warp, uint32_t lanes) {
   need_full_warp(warp, lanes, "ldmatrix");
   const int n = warp->source[0] >> 1, trans = warp->source[0] & 1;
   for (int m = 0; m < n; ++m) {
-    uint16_t rows[8][8];
-    for (int r = 0; r < 8; ++r) memcpy(rows[r], (const void *)warp->value[m * 8 + r], 16);
-    for (int l = 0; l < 32; ++l) {
-      const int g = l >> 2, t = 2 * (l & 3);
-      warp->word[m][l] = trans ? rows[t][g] | (uint32_t)rows[t + 1][g] << 16 : rows[g][t] | (uint32_t)rows[g][t + 1] << 16;
+    // lane 4*g + t receives elements 2t and 2t + 1 of row g: rows one after the other
+    if (!trans)
+      for (int r = 0; r < 8; ++r) memcpy(&warp->word[m][4 * r], (const void *)warp->value[m * 8 + r], 16);
+    else {
+      uint16_t rows[8][8], columns[8][8];
+      for (int r = 0; r < 8; ++r) memcpy(rows[r], (const void *)warp->value[m * 8 + r], 16);
+      for (int r = 0; r < 8; ++r)
+        for (int k = 0; k < 8; ++k) columns[k][r] = rows[r][k];
+      memcpy(warp->word[m], columns, sizeof columns);
     }
   }
 }
