@@ -242,9 +242,7 @@ __global__ void __launch_bounds__(WarpsN *Slots * 32)
     linear_rows(const T *x, const T *w, const float *bias, const float *residual, Out *out, int m, int n, int k) {
   constexpr int Threads = WarpsN * Slots * 32, SlotThreads = WarpsN * 32;
   constexpr int Chunks = BK / 8, WarpRows = Rows / WarpsN;
-  constexpr int Pairs = BK / 32, Pass = SlotThreads / Chunks;  // pairs of k-steps in a tile; rows copied at once by a slot
-  static_assert(Pairs % 2 == 0 && Segment % BK == 0, "pairs alternate between two buffers, a segment ends with a tile");
-  static_assert(SlotThreads % Chunks == 0 && Rows % Pass == 0, "copies");
+  static_assert(BK % 32 == 0 && Segment % BK == 0, "k-steps are loaded in pairs, a segment ends with a tile");
   static_assert(MT % 8 == 0 && (MT == 8 || MT % 16 == 0), "row tiles of x");
   static_assert(WarpRows % (WeightA ? 16 : 8) == 0, "row tiles of w");
   static_assert(Segment != 0 || Slots == 1, "one segment: one slot");
@@ -267,26 +265,26 @@ __global__ void __launch_bounds__(WarpsN *Slots * 32)
   float *const partial =
       reinterpret_cast<float *>(rounds == 1 ? smem : smem + 16 + (i64)Stages * Slots * buffer_elements * sizeof(T));
 
-  // the copies run Stages - 1 tiles ahead of the products; this thread moves chunk `chunk` of rows copy_row, copy_row + Pass, ...
-  const int chunk = slot_thread % Chunks, copy_row = slot_thread / Chunks;
-  const T *const w_rows = w + (i64)(n0 + copy_row) * k, *const x_first = x + (i64)(m0 + copy_row) * k;
-  const int w_left = n - n0 - copy_row, x_left = m - m0 - copy_row;  // row i * Pass is valid if below
+  // the copies run Stages - 1 tiles ahead of the products
   i64 copy_k = (i64)slot * segment;
-  int copy_left = segment_tiles, copy_stage = 0;
+  int copy_left = segment_tiles, copied = 0;
   auto copy_tile = [&]() {
-    if (copy_k < k) {  // also false past the last round
-      T *const buffer = ring + (copy_stage * Slots + slot) * buffer_elements;
-      const i64 column = copy_k + chunk * 8;
-#pragma unroll
-      for (int i = 0; i < Rows / Pass; ++i)
-        copy_chunk<T, Aligned>(buffer + tile_offset<BK>(copy_row + i * Pass, chunk), w_rows + (i64)i * Pass * k, column, k,
-                               i * Pass < w_left);
-      for (int row = 0; row + copy_row < x_rows; row += Pass)
-        copy_chunk<T, Aligned>(buffer + Rows * BK + tile_offset<BK>(copy_row + row, chunk), x_first + (i64)row * k, column,
-                               k, row < x_left);
+    if (copied < n_tiles && copy_k < k) {
+      T *const buffer = ring + (copied % Stages * Slots + slot) * buffer_elements;
+#pragma unroll 4
+      for (int i = slot_thread; i < Rows * Chunks; i += SlotThreads) {
+        const int row = i / Chunks, chunk = i % Chunks;
+        copy_chunk<T, Aligned>(buffer + tile_offset<BK>(row, chunk), w + (i64)(n0 + row) * k, copy_k + chunk * 8, k,
+                               n0 + row < n);
+      }
+      for (int i = slot_thread; i < x_rows * Chunks; i += SlotThreads) {
+        const int row = i / Chunks, chunk = i % Chunks;
+        copy_chunk<T, Aligned>(buffer + Rows * BK + tile_offset<BK>(row, chunk), x + (i64)(m0 + row) * k,
+                               copy_k + chunk * 8, k, m0 + row < m);
+      }
     }
     cp_async_commit();
-    if (++copy_stage == Stages) copy_stage = 0;
+    ++copied;
     copy_k += BK;
     if (--copy_left == 0) {  // on to this slot's segment in the next round
       copy_left = segment_tiles;
@@ -386,53 +384,36 @@ __global__ void __launch_bounds__(WarpsN *Slots * 32)
 
   for (int s = 0; s < Stages - 1; ++s) copy_tile();
   if (threadIdx.x < 8) zeros[threadIdx.x] = from_float<T>(0.f);
-  cp_async_wait<Stages - 2>();
   __syncthreads();
-  int stage = 0, left = segment_tiles, first_segment = 0;
-  i64 at = (i64)slot * segment;
-  if (at < k) load_pair(0, ring + slot * buffer_elements, 0);
-  for (int tile = 0; tile < n_tiles; ++tile) {
-    const T *const buffer = ring + (stage * Slots + slot) * buffer_elements;
-    const bool round_ends = --left == 0;
-    const i64 next = at + BK + (round_ends ? (i64)Slots * segment - (i64)segment_tiles * BK : 0);
-    // The next tile's first pair is loaded before this tile's last products are issued. After the barrier everything of
-    // this tile is in registers, so its buffer may be refilled.
-    auto next_tile = [&]() {
-      if (++stage == Stages) stage = 0;
+  int tile = 0;
+  for (int round = 0; round < rounds; ++round) {
+    i64 at = ((i64)round * Slots + slot) * segment;
+    for (int i = 0; i < segment_tiles; ++i, ++tile, at += BK) {
       cp_async_wait<Stages - 2>();
       if constexpr (WarpsN == 1)
         __syncwarp();  // a slot is one warp, and reads only what it copied
       else
         __syncthreads();
-      if (next < k && tile + 1 < n_tiles) load_pair(0, ring + (stage * Slots + slot) * buffer_elements, 0);
-    };
-    if (at + BK <= k) {
-#pragma unroll
-      for (int pair = 0; pair < Pairs; ++pair) {
-        if (pair + 1 < Pairs)
-          load_pair((pair + 1) & 1, buffer, (pair + 1) * 4);
-        else
-          next_tile();
-        multiply(pair & 1, 0);
-        if (pair == 0) copy_tile();  // issued in the shadow of the first product
-        multiply(pair & 1, 1);
-      }
-    } else {  // the end of K: as many k-steps as there are, the last one padded with zeros
       copy_tile();
-      for (int step = 0; step < BK / 16 && at + step * 16 < k; step += 2) {
-        if (step != 0) load_pair(0, buffer, step * 2);
-        multiply(0, 0);
-        if (at + step * 16 + 16 < k) multiply(0, 1);
+      const T *const buffer = ring + (tile % Stages * Slots + slot) * buffer_elements;
+      if (at + BK <= k) {
+        load_pair(0, buffer, 0);
+#pragma unroll
+        for (int pair = 0; pair < BK / 32; ++pair) {
+          if (pair + 1 < BK / 32) load_pair((pair + 1) & 1, buffer, (pair + 1) * 4);
+          multiply(pair & 1, 0);
+          multiply(pair & 1, 1);
+        }
+      } else {  // the end of K: as many k-steps as there are, the last one padded with zeros
+        for (int step = 0; step < BK / 16 && at + step * 16 < k; step += 2) {
+          load_pair(0, buffer, step * 2);
+          multiply(0, 0);
+          if (at + step * 16 + 16 < k) multiply(0, 1);
+        }
       }
-      next_tile();
     }
-    at = next;
-    if (round_ends) {
-      left = segment_tiles;
-      end_round(first_segment);
-      first_segment += Slots;
-      clear();
-    }
+    end_round(round * Slots);
+    clear();
   }
 
   const LinearOutput<Out> output{bias, residual, out, m, n};
