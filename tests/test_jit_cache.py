@@ -348,11 +348,28 @@ def test_least_recently_used_goes_first(folder: Path) -> None:
 def test_what_crashed_writers_left_is_swept(folder: Path) -> None:
     store = Cache(folder)
     (folder / "tmp").mkdir(parents=True)
-    for name, age in (("old", 7200), ("new", 10)):
+    for name, age in (("cukern-old", 7200), ("cukern-new", 10)):
         (folder / "tmp" / name).write_text("x")
         os.utime(folder / "tmp" / name, (time.time() - age,) * 2)
     store.get_or_compile("sm_80", "a" * 64, entry)
-    assert [p.name for p in (folder / "tmp").iterdir()] == ["new"]
+    assert [p.name for p in (folder / "tmp").iterdir()] == ["cukern-new"]
+
+
+def test_files_of_others_in_the_folder_are_never_deleted(folder: Path) -> None:
+    """CUKERN_CACHE_DIR=$HOME must not cost anyone their ~/tmp."""
+    theirs = [
+        folder / name for name in ("tmp/notes.txt", "corrupt/disk.img", "sm_80/results.csv", "sm_data/a" + "b" * 9)
+    ]
+    for path in theirs:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x" * 1000)
+        os.utime(path, (time.time() - 1e6,) * 2)
+    store = Cache(folder, max_bytes=1)
+    for name in "ab":
+        store.get_or_compile("sm_80", name * 64, entry)
+    assert store.info().entries == 1  # evicted down to the newest, and theirs are not counted
+    store.clear()
+    assert [p for p in theirs if not p.exists()] == []
 
 
 def test_info_and_clear(folder: Path) -> None:

@@ -28,7 +28,8 @@ ADD = '#include "common/types.cuh"\ntemplate <class T, int N> __global__ void __
 
 @pytest.fixture(autouse=True)
 def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("CUKERN_CACHE_DIR", str(tmp_path / "cache"))
+    # not by the environment: the emulator's runtime library stays where it is for the whole process
+    monkeypatch.setattr("cukern.jit.cache.default_folder", lambda: tmp_path / "cache")
     return tmp_path / "cache"
 
 

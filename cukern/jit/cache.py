@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import tempfile
 import threading
 import time
@@ -32,6 +33,9 @@ _MAGIC = b"CUKERN1 "
 _STALE_SECONDS = 3600.0
 _LOCK_SECONDS = 600.0
 _DEFAULT_BOUND = 2 << 30
+_ENTRY_NAME = re.compile(r"[0-9a-f]{64}")
+_STAGED_NAME = re.compile(r"cukern-\w+")
+_CORRUPT_NAME = re.compile(r"(?:sm|compute)_\w+-[0-9a-f]{64}-\d+")
 
 
 def make_key(fields: Mapping[str, object]) -> str:
@@ -65,7 +69,7 @@ def default_bound() -> int:
     text = os.environ.get("CUKERN_CACHE_MAX_MB")
     if not text:
         return _DEFAULT_BOUND
-    if not text.strip().isdigit():
+    if not text.strip().isdecimal():
         raise ValueError(f"CUKERN_CACHE_MAX_MB={text!r}: expected a whole number of megabytes")
     return int(text) << 20
 
@@ -167,21 +171,26 @@ class Cache:
                 with contextlib.suppress(OSError):
                     path.unlink()
                     count += 1
-        for folder in ("corrupt", "tmp"):
-            for path in _files(self.folder / folder):
-                with contextlib.suppress(OSError):
-                    path.unlink()
+        for path in self._leftovers():
+            with contextlib.suppress(OSError):
+                path.unlink()
         self._memory = {k: v for k, v in self._memory.items() if arch is not None and k[0] != arch}
         return count
+
+    # Only files that carry our names are ever counted or deleted: the folder may hold things of others as well.
 
     def _entries(self) -> Iterator[tuple[Path, int, int]]:
         """(path, bytes, last use in ns) of each entry."""
         for pattern in ("sm_*", "compute_*"):
             for folder in sorted(self.folder.glob(pattern)):
-                for path in _files(folder):
+                for path in _files(folder, _ENTRY_NAME):
                     with contextlib.suppress(OSError):
                         stat = path.stat()
                         yield path, stat.st_size, max(stat.st_atime_ns, stat.st_mtime_ns)
+
+    def _leftovers(self) -> list[Path]:
+        """What crashed writers left, and what was set aside."""
+        return _files(self.folder / "tmp", _STAGED_NAME) + _files(self.folder / "corrupt", _CORRUPT_NAME)
 
     @contextlib.contextmanager
     def _lock(self, arch: str, key: str) -> Iterator[None]:
@@ -207,7 +216,7 @@ class Cache:
             target = self.folder / arch
             staging.mkdir(parents=True, exist_ok=True)
             target.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=staging)
+            handle, temporary = tempfile.mkstemp(prefix="cukern-", dir=staging)
             with os.fdopen(handle, "wb") as file:
                 file.write(_encode(entry))
                 file.flush()
@@ -253,16 +262,15 @@ class Cache:
                     path.unlink()
                     total -= size
         old = time.time() - _STALE_SECONDS
-        for folder in ("tmp", "corrupt"):
-            for path in _files(self.folder / folder):
-                with contextlib.suppress(OSError):
-                    if path.stat().st_mtime < old:
-                        path.unlink()
+        for path in self._leftovers():
+            with contextlib.suppress(OSError):
+                if path.stat().st_mtime < old:
+                    path.unlink()
 
 
-def _files(folder: Path) -> list[Path]:
+def _files(folder: Path, names: re.Pattern[str]) -> list[Path]:
     try:
-        return [Path(e.path) for e in os.scandir(folder) if e.is_file()]
+        return [Path(e.path) for e in os.scandir(folder) if names.fullmatch(e.name) and e.is_file()]
     except OSError:
         return []
 

@@ -74,8 +74,8 @@ class Kernel:
     ) -> None:
         if not isinstance(name, str) or not name.strip():
             raise TypeError(f"name={name!r}: expected the kernel's name")
-        if max_shared_mem is not None and max_shared_mem < 0:
-            raise ValueError(f"max_shared_mem={max_shared_mem}: expected bytes, 0 or more")
+        if max_shared_mem is not None and (not isinstance(max_shared_mem, (int, np.integer)) or max_shared_mem < 0):
+            raise ValueError(f"max_shared_mem={max_shared_mem!r}: expected bytes as an int, 0 or more")
         self.name = name_expression(name, template)
         self.cooperative = bool(cooperative)
         self.max_shared_mem = max_shared_mem

@@ -138,7 +138,10 @@ class Arguments:
                 if not limits.min <= value <= limits.max:
                     raise self.wrong(i, f"{expected} ({limits.min} to {limits.max})", value)
                 return value
-            value = float(value)
+            try:
+                value = float(value)
+            except OverflowError:
+                raise self.wrong(i, f"{expected} (at most {np.finfo(dtype).max})", value) from None
         if isinstance(value, float) and dtype.kind not in "biu":
             if dtype.name.startswith(("bfloat", "float8")):
                 return int(np.asarray(value, np.float32).astype(dtype).view(f"u{dtype.itemsize}"))
@@ -150,9 +153,16 @@ class Arguments:
             return float(rounded)
         raise self.wrong(i, expected, value)
 
-    def opaque(self, i: int, value: Any, size: int) -> bytes:
-        """The bytes of a by-value struct: bytes, or a NumPy scalar or one-element array of that size."""
-        if isinstance(value, (bytes, bytearray, memoryview)):
+    def opaque(self, i: int, value: Any, size: int, *, number: bool = False) -> bytes:
+        """The bytes of a by-value struct: bytes, or a NumPy scalar or one-element array of that size.
+
+        ``number`` says that the compiler sees an integer there, such as an enum: a Python int will do.
+        """
+        if number and type(value) is int:
+            if not -(1 << (8 * size - 1)) <= value < 1 << 8 * size:
+                raise self.wrong(i, f"an integer of {size} bytes", value)
+            data = value.to_bytes(size, "little", signed=value < 0)
+        elif isinstance(value, (bytes, bytearray, memoryview)):
             data = bytes(value)
         elif isinstance(value, (np.generic, np.ndarray)):
             data = np.ascontiguousarray(value).tobytes()
@@ -207,6 +217,13 @@ def checked_arguments(name: str, signature: Signature, layout: Sequence[tuple[in
     """The source's parameter types where they agree with the compiler's sizes, else the compiler's sizes alone."""
     parameters = signature.parameters
     if parameters is not None and len(parameters) == len(layout):
+        # a type that the source does not explain (one dependent on a template argument) may be plain to the compiler
+        parameters = tuple(
+            Parameter(p.name, p.c_type, "scalar", _PTX_SCALARS[kind])
+            if p.kind == "opaque" and _PTX_SCALARS.get(kind)
+            else p
+            for p, (_, _, kind) in zip(parameters, layout)
+        )
         dtypes = Arguments(name, parameters)
         sizes = [
             8 if p.kind == "pointer" else d.itemsize if d is not None else size
@@ -240,7 +257,7 @@ def compile_packer(
     """
     formats, end, values = "=", 0, []
     lines = []
-    for i, (p, (offset, size, _)) in enumerate(zip(arguments.parameters, layout)):
+    for i, (p, (offset, size, kind)) in enumerate(zip(arguments.parameters, layout)):
         formats += f"{offset - end}x" if offset > end else ""
         end = offset + size
         a = f"a{i}"
@@ -270,7 +287,7 @@ def compile_packer(
             values.append(a)
         else:
             formats += f"{size}s"
-            lines.append(f"    {a} = by_value({i}, {a}, {size})")
+            lines.append(f"    {a} = by_value({i}, {a}, {size}, {kind!r})")
             values.append(a)
     names = "".join(f"a{i}, " for i in range(len(layout)))
     body = [
@@ -298,13 +315,15 @@ def compile_packer(
                 return array
         raise arguments.wrong(i, "a CuPy array or None", value)
 
-    def by_value(i: int, value: Any, size: int) -> bytes:
+    def by_value(i: int, value: Any, size: int, kind: str) -> bytes:
+        if kind == "struct":  # also eight bytes of it are no pointer
+            return arguments.opaque(i, value, size)
         if size == 8 and (value is None or type(value) is ndarray):
             if value is None:
                 return bytes(8)
             arguments.check_array(i, value)
             return struct.pack("=Q", value.data.ptr if value.size else 0)
-        return arguments.opaque(i, value, size)
+        return arguments.opaque(i, value, size, number=size < 8)
 
     def mixed(i: int, first: int, second: int) -> None:
         raise ValueError(
@@ -384,7 +403,7 @@ def dimensions(value: Any, what: str) -> tuple[int, int, int]:
     """
     try:
         t = tuple(int(n.__index__()) for n in (value if isinstance(value, (tuple, list)) else (value,)))
-    except AttributeError:
+    except (AttributeError, TypeError):  # a NumPy array has __index__ and refuses
         raise TypeError(f"{what}={value!r}: expected an int or a tuple of up to three ints") from None
     if not 1 <= len(t) <= 3:
         raise ValueError(f"{what}={value!r}: expected one to three sizes")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
 from typing import Any
+
+import numpy as np
 
 from . import devices, driver, launch
 from .compiler import Compiled
@@ -129,7 +132,10 @@ class LoadedKernel:
         elif type(grid) is not tuple or len(grid) != 3:
             grid = launch.dimensions(grid, "grid")
         key = (block, shared_mem, cluster) if type(block) is not list else None
-        shape = self._blocks.get(key) if key is not None else None
+        try:
+            shape = self._blocks.get(key) if key is not None else None
+        except TypeError:  # a block that cannot be a key: _check_block says what it is, or takes it
+            shape = key = None
         if shape is None:
             shape = self._check_block(block, shared_mem)
             if key is not None:
@@ -141,7 +147,11 @@ class LoadedKernel:
         if self.cooperative or cluster is not None:
             self._check_grid(grid, shape, shared_mem, cluster)
         attributes = self._attributes.get((cluster, pdl)) or self._make_attributes(cluster, pdl)
-        slot.configure(x, y, z, *shape, shared_mem, devices.stream_pointer(stream), attributes[1], attributes[2])
+        try:
+            slot.configure(x, y, z, *shape, shared_mem, devices.stream_pointer(stream), attributes[1], attributes[2])
+        except struct.error:
+            launch.dimensions(grid, "grid")
+            raise TypeError(f"kernel {self.name!r}: stream={stream!r} is no stream or handle") from None
         code = self._driver.launch_raw(slot.config_address, self.function, slot.pointers_address, None)
         if code == driver.INVALID_CONTEXT:  # this thread's first use of CUDA
             self._driver.ensure_context(self.device)
@@ -194,7 +204,7 @@ class LoadedKernel:
 
 def check_shared(kernel: str, shared_mem: Any, bound: int | None) -> None:
     """Refuse a dynamic shared memory size that is no size, or beyond the kernel's own bound."""
-    if not isinstance(shared_mem, int) or shared_mem < 0:
+    if not isinstance(shared_mem, (int, np.integer)) or shared_mem < 0:
         raise ValueError(f"kernel {kernel!r}: shared_mem={shared_mem!r}, expected bytes as an int, 0 or more")
     if bound is not None and shared_mem > bound:
         raise ValueError(f"kernel {kernel!r}: shared_mem={shared_mem} is more than max_shared_mem={bound}")

@@ -114,8 +114,8 @@ def template_argument(value: object) -> str:
     if isinstance(value, (int, np.integer)):
         return str(int(value))
     try:
-        name = np.dtype(value).name  # type: ignore[call-overload]
-    except TypeError:
+        name = "" if value is None else np.dtype(value).name  # type: ignore[call-overload]
+    except (TypeError, ValueError):
         name = ""
     if name in _CUDA_NAMES:
         return _CUDA_NAMES[name]
@@ -126,7 +126,7 @@ def template_argument(value: object) -> str:
 
 def name_expression(name: str, template: Sequence[object] | None) -> str:
     """``name`` with its template arguments: ("f", ("half", 128)) gives "f<half, 128>"."""
-    if isinstance(template, str):
+    if template is not None and (isinstance(template, str) or not isinstance(template, Sequence)):
         raise TypeError(f"template={template!r}: expected a tuple, for example ({template!r},)")
     if not template:
         return name.strip()
@@ -220,7 +220,8 @@ def parse(text: str, expression: str) -> Signature:
     code = strip_comments(text)
     base, arguments = split_name(expression)
     candidates = [d for d in _declarations(code) if d[0] == base]
-    read = [_parameters(code, params, start, arguments) for _, params, start in candidates]
+    macros = _macros(text) if candidates else {}
+    read = [_parameters(code, _expand(params, macros), start, arguments) for _, params, start in candidates]
     if len({tuple((p.kind, p.dtype) for p in parameters) for parameters in read}) != 1:
         return Signature(base, None)  # unknown here, or overloaded: the compiler decides
     return Signature(base, read[-1])
@@ -231,6 +232,29 @@ def _parameters(code: str, params: str, start: int, arguments: list[str]) -> tup
     aliases.update(_template_bindings(code, start, arguments))
     parts = split_commas(params)
     return () if parts == ["void"] else tuple(_parameter(part, i, aliases) for i, part in enumerate(parts))
+
+
+_DEFINE = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)(?!\()(?:[ \t]+((?:[^\n\\]|\\\n|\\.)*))?$", re.M)
+
+
+def _macros(text: str) -> dict[str, str]:
+    """Macros without arguments that have one meaning in the text, whatever its ``#if``s say."""
+    found: dict[str, set[str]] = {}
+    # comments go first; a comment inside a definition would else be taken for its value
+    plain = re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.S)
+    for name, value in _DEFINE.findall(plain):
+        found.setdefault(name, set()).add(" ".join(value.replace("\\\n", " ").split()))
+    return {name: next(iter(values)) for name, values in found.items() if len(values) == 1}
+
+
+def _expand(params: str, macros: dict[str, str]) -> str:
+    """The parameters with macros replaced, as in ``#define T float`` or ``#define PARAMETERS float *x, int n``."""
+    for _ in range(8):  # a macro may stand for another; a cycle must not hang
+        expanded = re.sub(r"\b[A-Za-z_]\w*\b", lambda m: macros.get(m[0], m[0]), params)
+        if expanded == params:
+            break
+        params = expanded
+    return params
 
 
 def _normalise(params: str) -> str:
@@ -277,8 +301,8 @@ def _template_bindings(code: str, start: int, arguments: list[str]) -> dict[str,
 
 
 def _parameter(text: str, index: int, aliases: dict[str, str]) -> Parameter:
-    text = text.split("=")[0].strip()
-    array = re.search(r"\[[^\]]*\]\s*$", text)
+    text = re.sub(r"\[\[.*?\]\]", " ", text).split("=")[0].strip()
+    array = re.search(r"(?:\[[^\]]*\]\s*)+$", text)
     if array:
         text = text[: array.start()].strip() + " *"
         name_match = re.search(r"(\w+)\s*\*$", text)
