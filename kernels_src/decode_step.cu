@@ -1,15 +1,17 @@
 // One decoded token of a whole Qwen3 for up to 16 sequences: a single cooperative launch, one block of 512 threads on every
-// multiprocessor, logits out. Between products the blocks meet at a grid barrier; the weights do not wait for it (see
-// decode/stream.cuh): the memory stream runs ahead through barriers and layers as far as shared memory reaches.
+// multiprocessor, logits out. Between products the blocks wait for each other's results; the weights do not (see
+// decode/stream.cuh): the memory stream runs ahead through products and layers as far as shared memory reaches.
 //
 // A layer   1 RMSNorm (every block for itself), QKV product              4 RMSNorm, gate|up product, SwiGLU
 //           2 head norms, rotation, cache write, attention by chunks     5 down product, added to the residual
 //           3 output product, added to the residual
-//           a barrier after each; one more behind 2 if long sequences have many chunks. Then the last norm and the head.
+//           then the last norm and the head. Results reach the other blocks as tagged words, or (DIRECT 0: many rows) with a
+//           barrier after each; and with a barrier behind 2 if long sequences have many chunks.
 // Layouts   as the operators have them: weights [N, K], caches [L, blocks, Hkv, page, D], tables [ROWS, max_blocks];
-//           residual float [ROWS, H], qkv T [ROWS, (Hq + 2 Hkv) D], attended T [ROWS, Hq D], gated T [ROWS, I], partial
-//           results of attention as in attention_decode.cu, logits float [ROWS, V].
-//           layers: one entry of LayerPointers a layer.
+//           partial results of attention as in attention_decode.cu, logits float [ROWS, V]. What goes from block to block
+//           (see Link): qkv T [ROWS, (Hq + 2 Hkv) D], attended T [ROWS, Hq D], gated T [ROWS, I], the residual stream behind
+//           attention and behind the MLP, float [ROWS, H] each.
+//           layers: one entry of LayerPointers a layer. state: [0] the barrier's counter, [1 + block] launches so far.
 // Bound     bytes of all weights, and of the keys and values of the sequences
 // Launch    cooperative, gridDim.x = blocks that fit (one a multiprocessor), 512 threads, dynamic shared memory SHARED_BYTES
 // Numerics  the bits of every result are those of the operators called one after another (docs/numerics.md)
@@ -35,7 +37,8 @@ constexpr int STAMPS = 24;
 template <class T>
 __device__ __forceinline__ void prepare(unsigned char *shared, const int *token_ids, const int *positions, const i64 *slots,
                                         const int *tables, const int *seq_lens, const LayerPointers *layers, const T *head,
-                                        const float *rope, i64 rope_length, int max_blocks, int page_shift) {
+                                        const T *embedding, const float *rope, i64 rope_length, int max_blocks,
+                                        int page_shift) {
   RowState *const rows = reinterpret_cast<RowState *>(shared + Shared::rows);
   Plan &plan = *reinterpret_cast<Plan *>(shared + Shared::plan);
   float *const rotations = reinterpret_cast<float *>(shared + Shared::rotations);
@@ -77,6 +80,13 @@ __device__ __forceinline__ void prepare(unsigned char *shared, const int *token_
     reinterpret_cast<uint4 *>(shared + Shared::q)[i] = make_uint4(0, 0, 0, 0);
   if (thread == 0) *reinterpret_cast<uint4 *>(shared + Shared::zeros) = make_uint4(0, 0, 0, 0);
   __syncthreads();
+  float *const own = reinterpret_cast<float *>(shared + Shared::own);
+  const int columns = plan.units[O] / product_segments(O) * 8;
+  for (int i = thread; i < ROWS * columns; i += THREADS) {
+    const int row = i / columns, column = i % columns, id = rows[row].embedding;
+    own[row * OWNED * 8 + column] =
+        id < 0 ? CUKERN_NAN : to_float(embedding[(i64)id * HIDDEN + plan.first[O] * 8 + column]);
+  }
   if (thread == 0) {
     int items = 0;
     for (int row = 0; row < ROWS; ++row) {
@@ -91,34 +101,48 @@ template <class T>
 __global__ void __launch_bounds__(THREADS, 1)
     decode_step(const int *token_ids, const int *positions, const i64 *slots, const int *tables, const int *seq_lens,
                 const LayerPointers *layers, const unsigned char *weights, const T *embedding, const T *head,
-                const float *final_norm, const float *rope, T *k_cache, T *v_cache, float *residual, T *qkv, T *attended,
-                T *gated, float *part_acc, float *part_stats, float *logits, u64 *counter, i64 *stamps, i64 rope_length,
-                int max_blocks, int page_shift, int num_blocks, int max_chunks, float eps, float c) {
+                const float *final_norm, const float *rope, T *k_cache, T *v_cache, u64 *qkv, u64 *attended,
+                u64 *after_attention, u64 *gated, u64 *after_mlp, u64 *part_words, float *part_acc, float *part_stats,
+                float *logits, u64 *state, i64 *stamps, i64 rope_length, int max_blocks, int page_shift, int num_blocks,
+                int max_chunks, float eps, float c) {
   extern __shared__ __align__(128) unsigned char shared[];
   T *const zeros = reinterpret_cast<T *>(shared + Shared::zeros), *const x = reinterpret_cast<T *>(shared + Shared::x);
   float *const partial = reinterpret_cast<float *>(shared + Shared::partial);
+  float *const own = reinterpret_cast<float *>(shared + Shared::own);
   float *const groups = reinterpret_cast<float *>(shared + Shared::groups);
   float *const head_norms = reinterpret_cast<float *>(shared + Shared::head_norms);
   const RowState *const rows = reinterpret_cast<const RowState *>(shared + Shared::rows);
+  const Plan &plan = *reinterpret_cast<const Plan *>(shared + Shared::plan);
 
-  prepare<T>(shared, token_ids, positions, slots, tables, seq_lens, layers, head, rope, rope_length, max_blocks, page_shift);
-  WeightStream<T> stream(reinterpret_cast<T *>(shared) + (threadIdx.x >> 5) * RING_SLOTS * RING_ELEMENTS,
-                         *reinterpret_cast<const Plan *>(shared + Shared::plan));
+  const u32 launches = (u32)state[1 + blockIdx.x];
+  prepare<T>(shared, token_ids, positions, slots, tables, seq_lens, layers, head, embedding, rope, rope_length, max_blocks,
+             page_shift);
+  WeightStream<T> stream(reinterpret_cast<T *>(shared) + (threadIdx.x >> 5) * RING_SLOTS * RING_ELEMENTS, plan);
   stream.start();
   int unit = threadIdx.x >> 5;  // this warp's next unit, counted from the start of the next product
-  GridBarrier barrier(counter);
+
+  GridBarrier barrier(state);
+  auto sent = [&]() {
+    if (!DIRECT) barrier.arrive();
+  };
+  auto meet = [&]() {
+    if (DIRECT)
+      meet_senders();
+    else
+      barrier.wait();
+  };
 
   T *const keys = reinterpret_cast<T *>(shared + Shared::kv);
-  T *const s_q = reinterpret_cast<T *>(shared + Shared::q);
-  const Attention<T> attention{keys, keys + KEYS * HEAD_DIM, s_q, reinterpret_cast<T *>(shared + Shared::p),
-                               reinterpret_cast<float *>(shared + Shared::key_max),
-                               reinterpret_cast<float *>(shared + Shared::key_sum), head_norms,
-                               reinterpret_cast<const float *>(shared + Shared::rotations), rows, tables, max_blocks,
-                               page_shift, num_blocks, max_chunks, eps, c, part_acc, part_stats, attended, qkv};
+  Attention<T> attention{keys, keys + KEYS * HEAD_DIM, reinterpret_cast<T *>(shared + Shared::q),
+                         reinterpret_cast<T *>(shared + Shared::p), reinterpret_cast<float *>(shared + Shared::key_max),
+                         reinterpret_cast<float *>(shared + Shared::key_sum), head_norms,
+                         reinterpret_cast<const float *>(shared + Shared::rotations), rows, tables, max_blocks, page_shift,
+                         num_blocks, max_chunks, eps, c, part_acc, part_stats, part_words, Link{attended, 0}, Link{qkv, 0},
+                         false};
   const int items = attention.items();
   const bool has_item = (int)blockIdx.x < items;
   const int first_pages = has_item ? attention.pages(attention.item(blockIdx.x)) : -1;
-  const bool merge_together = attention.chunks() > ROWS && attention.chunks() > INLINE_CHUNKS;
+  attention.together = attention.chunks() > ROWS && attention.chunks() > INLINE_CHUNKS;
   const i64 cache_layer = ((i64)num_blocks * KV_HEADS << page_shift) * HEAD_DIM;
   int fetched_at = 0;  // ring fills before the first item's keys and values were asked for
   auto fetch_first_item = [&](int layer) {
@@ -128,11 +152,12 @@ __global__ void __launch_bounds__(THREADS, 1)
     attention.template copy<Kv::value>(item, first_pages, v_cache + layer * cache_layer);
     fetched_at = stream.issued;
   };
-  auto read_residual = [&](int row, int column) {
-    return load_vec<float, 4>(residual + (i64)row * HIDDEN + column);
+  NormWeights norm;
+  auto norm_from = [&](const Link &link) {
+    norm_rows(x, groups, norm, eps, [&](int row, int column) { return link.receive_floats((i64)row * HIDDEN + column); });
   };
 
-  NormWeights norm;
+  u32 tag = launches * LAYERS;  // of the layer before
 #pragma unroll 1
   for (int layer = 0; layer < LAYERS; ++layer) {
     const LayerPointers &w = layers[layer];
@@ -143,27 +168,31 @@ __global__ void __launch_bounds__(THREADS, 1)
           reinterpret_cast<const float *>(threadIdx.x < HEAD_DIM ? w.q_norm : w.k_norm)[threadIdx.x % HEAD_DIM];
     if (!OVERLAY) fetch_first_item(layer);
     STAMP(0);
-    if (layer > 0) barrier.wait();
+    if (layer > 0) meet();
     STAMP(1);
-    if (layer == 0)
-      norm_rows(x, groups, norm, eps, [&](int row, int column) {
-        Vec<float, 4> v;
-        const int id = rows[row].embedding;
-        const Vec<T, 4> e = load_vec<T, 4>(embedding + (i64)max(id, 0) * HIDDEN + column);
+    if (plan.units[QKV] > 0) {
+      if (layer > 0)
+        norm_from(Link{after_mlp, tag});
+      else
+        norm_rows(x, groups, norm, eps, [&](int row, int column) {
+          Vec<float, 4> v;
+          const int id = rows[row].embedding;
+          const Vec<T, 4> e = load_vec<T, 4>(embedding + (i64)max(id, 0) * HIDDEN + column);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) v.v[j] = id < 0 ? CUKERN_NAN : to_float(e.v[j]);
-        return v;
-      });
-    else
-      norm_rows(x, groups, norm, eps, read_residual);
+          for (int j = 0; j < 4; ++j) v.v[j] = id < 0 ? CUKERN_NAN : to_float(e.v[j]);
+          return v;
+        });
+    }
+    ++tag;
     STAMP(2);
+    attention.qkv.tag = attention.out.tag = tag;
     multiply<QKV>(stream, unit, x, zeros, partial,
-                  StoreRounded<T>{reinterpret_cast<const float *>(w.qkv_bias), qkv, QKV_SIZE});
+                  StoreRounded<T>{reinterpret_cast<const float *>(w.qkv_bias), attention.qkv, QKV_SIZE});
     STAMP(3);
-    barrier.arrive();
+    sent();
     if (OVERLAY) fetch_first_item(layer);
     STAMP(4);
-    barrier.wait();
+    meet();
     STAMP(5);
 
     // ---- 2: attention
@@ -184,62 +213,67 @@ __global__ void __launch_bounds__(THREADS, 1)
       }
     }
     STAMP(6);
-    barrier.arrive();
-    STAMP(7);
-    barrier.wait();
-    STAMP(8);
-    if (merge_together) {
-      attention.merge_long(*reinterpret_cast<MergeMemory *>(keys));
+    if (attention.together) {
       barrier.arrive();
       barrier.wait();
+      attention.merge_long(*reinterpret_cast<MergeMemory *>(keys));
     }
-    STAMP(9);
+    STAMP(7);
+    sent();
+    meet();
+    STAMP(8);
 
     // ---- 3: output product
-    if (merge_together)
-      load_rows<Q_SIZE>(x, attended);
-    else
-      attention.load_merged(x);
-    __syncthreads();
-    STAMP(10);
+    if (plan.units[O] > 0) {
+      if (attention.together)
+        load_rows<Q_SIZE>(x, attention.out);
+      else
+        attention.load_merged(x);
+      __syncthreads();
+    }
+    STAMP(9);
+    const int own_column = plan.first[O] * 8;
     multiply<O>(stream, unit, x, zeros, partial,
-                AddToResidual<T>{reinterpret_cast<const float *>(w.o_bias), residual, layer == 0 ? embedding : nullptr, rows});
-    STAMP(11);
-    barrier.arrive();
+                AddToResidual<T>{reinterpret_cast<const float *>(w.o_bias), own, Link{after_attention, tag}, own_column});
+    STAMP(10);
+    sent();
     norm.load(reinterpret_cast<const float *>(w.post_norm));
+    STAMP(11);
+    meet();
     STAMP(12);
-    barrier.wait();
-    STAMP(13);
 
     // ---- 4: gate and up
-    norm_rows(x, groups, norm, eps, read_residual);
+    if (plan.units[GATE_UP] > 0) norm_from(Link{after_attention, tag});
+    STAMP(13);
+    multiply<GATE_UP>(stream, unit, x, zeros, partial, StoreSwiglu<T>{Link{gated, tag}});
     STAMP(14);
-    multiply<GATE_UP>(stream, unit, x, zeros, partial, StoreSwiglu<T>{gated});
+    sent();
     STAMP(15);
-    barrier.arrive();
+    meet();
     STAMP(16);
-    barrier.wait();
-    STAMP(17);
 
     // ---- 5: down
-    load_rows<INTERMEDIATE>(x, gated);
-    __syncthreads();
+    if (plan.units[DOWN] > 0) {
+      load_rows<INTERMEDIATE>(x, Link{gated, tag});
+      __syncthreads();
+    }
+    STAMP(17);
+    multiply<DOWN>(stream, unit, x, zeros, partial, AddToResidual<T>{nullptr, own, Link{after_mlp, tag}, own_column});
     STAMP(18);
-    multiply<DOWN>(stream, unit, x, zeros, partial, AddToResidual<T>{nullptr, residual, nullptr, rows});
+    sent();
     STAMP(19);
-    barrier.arrive();
-    STAMP(20);
   }
   norm.load(final_norm);
   const int layer = LAYERS;
   STAMP(0);
-  barrier.wait();
+  meet();
   STAMP(1);
-  norm_rows(x, groups, norm, eps, read_residual);
+  if (plan.units[HEAD] > 0) norm_from(Link{after_mlp, tag});
   STAMP(2);
   multiply<HEAD>(stream, unit, x, zeros, partial, StoreLogits<T>{logits});
   STAMP(3);
   cp_async_wait<0>();
+  if (threadIdx.x == 0) state[1 + blockIdx.x] = launches + 1;
   (void)layer;
   (void)weights;
   (void)stamps;

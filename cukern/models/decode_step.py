@@ -32,6 +32,8 @@ _MERGE_BYTES = 35872  # sizeof(MergeMemory)
 # In order of preference: (K of a ring's slot, fewest slots, whether keys and values lie over x).
 _RINGS = ((128, 3, False), (128, 2, True), (64, 1, True))
 _MOST_SLOTS = 8
+_MOST_DIRECT_ROWS = 2
+_INLINE_CHUNKS, _PART_PADDING = 3, 8  # see kernels_src/decode/attention.cuh
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,10 @@ class Layout:
         K of a slot (8 rows of a weight), and slots in each warp's ring.
     partials : int
         Most K-segment sums that a block holds at a time.
+    owned : int
+        Most tiles (8 columns) of the residual stream that a block keeps.
+    direct : bool
+        Results go from block to block as tagged words instead of through a grid barrier.
     overlay : bool
         Keys and values share their memory with the rows of x.
     shared_bytes : int
@@ -56,6 +62,8 @@ class Layout:
     ring_k: int
     slots: int
     partials: int
+    owned: int
+    direct: bool
     overlay: bool
     shared_bytes: int
 
@@ -108,22 +116,25 @@ def plan_layout(config: Qwen3Config, batch: int, blocks: int, max_shared_mem: in
         segments = -(-k // segment_length(n, k))
         if segments > 1:
             partials = max(partials, segments * -(-(n // 8) // blocks))
+    owned = -(-(c.hidden_size // 8) // blocks)
     for ring_k, fewest, overlay in _RINGS:
-        fixed, slot = _fixed_bytes(c, rows, partials, overlay), _WARPS * 16 * ring_k
+        fixed, slot = _fixed_bytes(c, rows, partials, owned, overlay), _WARPS * 16 * ring_k
         slots = min((max_shared_mem - fixed) // slot, _MOST_SLOTS)
         if slots >= fewest:
-            return Layout(rows, ring_k, slots, partials, overlay, fixed + slots * slot)
+            return Layout(
+                rows, ring_k, slots, partials, owned, rows <= _MOST_DIRECT_ROWS, overlay, fixed + slots * slot
+            )
     need = fixed + fewest * slot
     return f"a batch of {batch}: it takes {need} bytes of shared memory a block, there are {max_shared_mem}"
 
 
-def _fixed_bytes(c: Qwen3Config, rows: int, partials: int, overlay: bool) -> int:
+def _fixed_bytes(c: Qwen3Config, rows: int, partials: int, owned: int, overlay: bool) -> int:
     """Shared memory without the rings: struct Shared of kernels_src/decode/shape.cuh."""
     x = rows * (max(c.hidden_size, c.q_size, c.intermediate_size) + 8) * 2
     kv = max(2 * ATTN_CHUNK * c.head_dim * 2, _MERGE_BYTES)
     groups = ATTN_CHUNK // 16
     attention = 16 * c.head_dim * 2 + 16 * ATTN_CHUNK * 2 + (16 + 64) * groups * 4
-    state = partials * rows * 32 + rows * 32 + 2 * c.head_dim * 4 + rows * c.head_dim * 4 + rows * 32
+    state = (partials + owned) * rows * 32 + rows * 32 + 2 * c.head_dim * 4 + rows * c.head_dim * 4 + rows * 32
     plan = (4 * c.num_hidden_layers + 1) * 8 + 2 * 5 * 4
     return 16 + (max(x, kv) if overlay else x + kv) + attention + state + plan
 
@@ -208,14 +219,15 @@ class DecodeStep:
                 "seq_lens": xp.zeros(rows, np.int32),
             }
             self._logits = xp.empty((rows, c.vocab_size), np.float32)
-            self._residual = xp.empty((rows, c.hidden_size), np.float32)
-            self._qkv = xp.empty((rows, c.q_size + 2 * c.kv_size), half)
-            self._attended = xp.empty((rows, c.q_size), half)
-            self._gated = xp.empty((rows, c.intermediate_size), half)
-            parts = (rows, c.num_attention_heads, self._max_chunks)
-            self._part_acc = xp.empty((*parts, c.head_dim), np.float32)
-            self._part_stats = xp.empty((*parts, 8), np.float32)
-            self._counter = xp.zeros(1, np.uint64)
+            # Between blocks: at most a word of 8 bytes for a float or a pair of halves, never read before it is written
+            # in the same launch; zeros bear no valid tag.
+            links = (c.q_size + 2 * c.kv_size) // 2, c.q_size // 2, c.hidden_size, c.intermediate_size // 2, c.hidden_size
+            self._links = tuple(xp.zeros((rows, n), np.uint64) for n in links)
+            heads = (rows, c.num_attention_heads)
+            self._part_words = xp.zeros((*heads, _INLINE_CHUNKS, c.head_dim + _PART_PADDING), np.uint64)
+            self._part_acc = xp.empty((*heads, self._max_chunks, c.head_dim), np.float32)
+            self._part_stats = xp.empty((*heads, self._max_chunks, 8), np.float32)
+            self._state = xp.zeros(1 + self.blocks, np.uint64)
             self.stamps = xp.zeros((self.blocks, c.num_hidden_layers + 1, STAMPS), np.int64) if profile else None
         self.token_ids, self.positions, self.slot_mapping, self.block_tables, self.seq_lens = (
             array[:max_batch] for array in self._rows.values()
@@ -310,14 +322,12 @@ class DecodeStep:
                     m.rope_table,
                     cache.k,
                     cache.v,
-                    self._residual,
-                    self._qkv,
-                    self._attended,
-                    self._gated,
+                    *self._links,
+                    self._part_words,
                     self._part_acc,
                     self._part_stats,
                     self._logits,
-                    self._counter,
+                    self._state,
                     self.stamps,
                     int(m.rope_table.shape[0]),
                     int(rows["block_tables"].shape[1]),
@@ -362,6 +372,8 @@ def kernel_defines(config: Qwen3Config, layout: Layout, profile: bool = False) -
         "RING_K": layout.ring_k,
         "RING_SLOTS": layout.slots,
         "PARTIALS": layout.partials,
+        "OWNED": layout.owned,
+        "DIRECT": int(layout.direct),
         "OVERLAY": int(layout.overlay),
         "SHARED_BYTES": layout.shared_bytes,
         "PROFILE": int(profile),

@@ -10,7 +10,10 @@
 #include "common/paged.cuh"
 #include "decode/rows.cuh"
 
-constexpr int INLINE_CHUNKS = 6;  // chunks of all sequences that every block merges for itself; more than this cost a barrier
+// Chunks of all sequences that every block merges for itself, reading all their results; more are merged together, behind a
+// barrier.
+constexpr int INLINE_CHUNKS = DIRECT ? 3 : 4;
+constexpr int PART_WORDS = HEAD_DIM + 8;  // with DIRECT, a chunk of a head: accumulators, m, l of four lanes, unused
 
 constexpr int HEAD_LANES = HEAD_DIM > 128 ? 16 : HEAD_DIM > 64 ? 8 : HEAD_DIM > 32 ? 4 : HEAD_DIM > 16 ? 2 : 1;
 
@@ -27,8 +30,10 @@ template <class T> struct Attention {
   int max_blocks, page_shift, num_blocks, max_chunks;
   float eps, c;
   float *part_acc, *part_stats;  // [ROWS, HEADS, max_chunks, HEAD_DIM], [.., 8]
-  T *out;                        // [ROWS, Q_SIZE]
-  const T *qkv;                  // [ROWS, QKV_SIZE]
+  u64 *part_words;               // with DIRECT, of chunks that are not merged together: [ROWS, HEADS, INLINE_CHUNKS, PART_WORDS]
+  Link out;                      // T [ROWS, Q_SIZE]
+  Link qkv;                      // T [ROWS, QKV_SIZE]
+  bool together;                 // chunks are merged behind a barrier
 
   __device__ __forceinline__ int items() const {
     return rows[ROWS - 1].first_item + rows[ROWS - 1].chunks * KV_HEADS;
@@ -74,9 +79,9 @@ template <class T> struct Attention {
     if ((int)(threadIdx.x & ~31u) >= (GROUP + 2) * HEAD_LANES) return h;  // the whole warp
     if (h.active) {
       const int from = h.head < GROUP ? i.kv_head * GROUP + h.head : HEADS + (h.head - GROUP) * KV_HEADS + i.kv_head;
-      const T *const source = qkv + (i64)i.row * QKV_SIZE + from * HEAD_DIM + h.element;
-      h.first = load_vec<T, HEAD_WIDTH>(source);
-      h.second = load_vec<T, HEAD_WIDTH>(source + HEAD_DIM / 2);
+      const i64 source = (i64)i.row * QKV_SIZE + from * HEAD_DIM + h.element;
+      h.first = qkv.receive8<T>(source);
+      h.second = qkv.receive8<T>(source + HEAD_DIM / 2);
     }
     const float sum = head_squares(h.first, h.second, HEAD_LANES);
     if (h.active && h.head <= GROUP)
@@ -211,57 +216,90 @@ template <class T> struct Attention {
       const int head = row + 8 * r;
       if (head >= GROUP || warp >= HEAD_DIM / 16) continue;
       const i64 to = (i64)i.row * HEADS + i.kv_head * GROUP + head, part = to * max_chunks + i.chunk;
+      const bool words = DIRECT && !together;
+      u64 *const sent = part_words + (to * INLINE_CHUNKS + i.chunk) * PART_WORDS;
       if (!whole && warp == 0) {
-        if ((lane & 3) == 0) part_stats[part * 8] = m[r];
-        part_stats[part * 8 + 1 + (lane & 3)] = l[r];
+        const int t = lane & 3;
+        if (words) {
+          if (t == 0) send_word(sent + HEAD_DIM, __float_as_uint(m[r]), out.tag);
+          send_word(sent + HEAD_DIM + 1 + t, __float_as_uint(l[r]), out.tag);
+          if (t == 3) send_word(sent + HEAD_DIM + 5, 0u, out.tag);  // makes a pair
+        } else {
+          if (t == 0) part_stats[part * 8] = m[r];
+          part_stats[part * 8 + 1 + t] = l[r];
+        }
       }
 #pragma unroll
       for (int d = 0; d < 2; ++d) {
         const int at = warp * 16 + d * 8 + column;
         if (whole)
-          *reinterpret_cast<u32 *>(out + to * HEAD_DIM + at) = pack2<T>(
-              __fmul_rn(merge.add(0.f, acc[d][2 * r]), norm), __fmul_rn(merge.add(0.f, acc[d][2 * r + 1]), norm));
+          out.send_pair<T>(to * HEAD_DIM + at, __fmul_rn(merge.add(0.f, acc[d][2 * r]), norm),
+                           __fmul_rn(merge.add(0.f, acc[d][2 * r + 1]), norm));
+        else if (words)
+          send_words(sent + at, __float_as_uint(acc[d][2 * r]), __float_as_uint(acc[d][2 * r + 1]), out.tag);
         else
           store_vec(part_acc + part * HEAD_DIM + at, Vec<float, 2>{acc[d][2 * r], acc[d][2 * r + 1]});
       }
     }
   }
 
+  // Statistics (m, l of four lanes) and four accumulators of a chunk.
+  __device__ __forceinline__ void receive_part(i64 head, int chunk, int column, float (&m_l)[6], float (&acc)[4]) const {
+    Vec<float, 4> a, b;
+    if (DIRECT) {
+      const Link part{part_words + (head * INLINE_CHUNKS + chunk) * PART_WORDS, out.tag};
+      u32 v[6];
+      receive_words(v, part.words + HEAD_DIM, part.tag);
+#pragma unroll
+      for (int e = 0; e < 6; ++e) m_l[e] = __uint_as_float(v[e]);
+      a = part.receive_floats(column);
+    } else {
+      const i64 part = head * max_chunks + chunk;
+      b = load_vec<float, 4>(part_stats + part * 8);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) m_l[e] = b.v[e];
+      m_l[4] = part_stats[part * 8 + 4];
+      a = load_vec<float, 4>(part_acc + part * HEAD_DIM + column);
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) acc[e] = a.v[e];
+  }
+
   // Rows of the attention output into x, T [ROWS, Q_SIZE], merging the chunks of long sequences on the way.
   __device__ __forceinline__ void load_merged(T *x) const {
+    if (items() == ROWS * KV_HEADS) return load_rows<Q_SIZE>(x, out);  // one chunk each
+    for (int i = threadIdx.x; i < ROWS * (Q_SIZE / 8); i += THREADS) {
+      const int row = i / (Q_SIZE / 8), element = i % (Q_SIZE / 8) * 8;
+      T *const to = x + row * x_pitch(Q_SIZE) + element;
+      if (rows[row].chunks == 1) store_vec(to, out.template receive8<T>((i64)row * Q_SIZE + element));
+    }
     for (int i = threadIdx.x; i < ROWS * (Q_SIZE / 4); i += THREADS) {
       const int row = i / (Q_SIZE / 4), element = i % (Q_SIZE / 4) * 4;
       const int chunks = rows[row].chunks;
-      T *const to = x + row * x_pitch(Q_SIZE) + element;
-      if (chunks == 1) {
-        store_vec(to, load_vec<T, 4>(out + (i64)row * Q_SIZE + element));
-        continue;
-      }
-      const i64 part = ((i64)row * HEADS + element / HEAD_DIM) * max_chunks;
-      const float *const acc = part_acc + part * HEAD_DIM + element % HEAD_DIM, *const stats = part_stats + part * 8;
+      if (chunks == 1) continue;
       ChunkMerge merge;
       merge.reset();
       float l[4] = {}, total[4] = {};
-#pragma unroll 2
+#pragma unroll 1
       for (int chunk = 0; chunk < chunks; ++chunk) {
-        const Vec<float, 4> head = load_vec<float, 4>(stats + chunk * 8), values4 = load_vec<float, 4>(acc + (i64)chunk * HEAD_DIM);
-        const float lane_l[4] = {head.v[1], head.v[2], head.v[3], stats[chunk * 8 + 4]};
-        merge.step(head.v[0], 0.f, c);
+        float m_l[6], acc[4];
+        receive_part((i64)row * HEADS + element / HEAD_DIM, chunk, element % HEAD_DIM, m_l, acc);
+        merge.step(m_l[0], 0.f, c);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          l[e] = merge.add(l[e], lane_l[e]);
-          total[e] = merge.add(total[e], values4.v[e]);
+          l[e] = merge.add(l[e], m_l[1 + e]);
+          total[e] = merge.add(total[e], acc[e]);
         }
       }
       const float norm = softmax_norm((l[0] + l[1]) + (l[2] + l[3]));  // as quad_sum
       float y[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) y[e] = __fmul_rn(total[e], norm);
-      store_floats<T, 4>(to, y);
+      store_floats<T, 4>(x + row * x_pitch(Q_SIZE) + element, y);
     }
   }
 
-  // The long sequences by all blocks together, 32 columns of a head at a time, to `out`.
+  // The long sequences by all blocks together, 32 columns of a head at a time, to `out`. Between barriers.
   __device__ __forceinline__ void merge_long(MergeMemory &memory) const {
     constexpr int Slices = ceil_div(HEAD_DIM, MERGE_COLUMNS);
     for (int job = blockIdx.x; job < ROWS * HEADS * Slices; job += gridDim.x) {
@@ -271,8 +309,9 @@ template <class T> struct Attention {
       float M, sum;
       const float y = merge_chunks<HEAD_DIM>(memory, part_acc + (i64)head * max_chunks * HEAD_DIM + column0,
                                              part_stats + (i64)head * max_chunks * 8, chunks, columns, c, M, sum);
-      if ((int)threadIdx.x < columns) out[(i64)head * HEAD_DIM + column0 + threadIdx.x] = from_float<T>(y);
-      cp_async_wait<0>();
+      const float neighbour = __shfl_down_sync(0xffffffffu, y, 1);
+      if ((int)threadIdx.x < columns && threadIdx.x % 2 == 0)
+        out.send_pair<T>((i64)head * HEAD_DIM + column0 + threadIdx.x, y, neighbour);
     }
   }
 };

@@ -4,49 +4,88 @@
 #pragma once
 #include "common/swiglu.cuh"
 #include "decode/stream.cuh"
+#include "ptx/exchange.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
 
 // x in shared memory: ROWS rows of K elements, PAD apart.
 __device__ constexpr int x_pitch(int k) { return k + PAD; }
 
-// Where the outputs of a product go; `store` takes the finished sum of one output, `pair` that of a gate and its up.
+// Results on their way to other blocks: pairs of T, or floats. With DIRECT they are tagged words, a pair of T or one float in
+// each; else plain arrays of the same elements, behind a barrier.
+struct Link {
+  u64 *words;
+  u32 tag;
+
+  template <class T> __device__ __forceinline__ void send_pair(i64 element, float first, float second) const {
+    const u32 pair = pack2<T>(first, second);
+    if (DIRECT)
+      send_word(words + element / 2, pair, tag);
+    else
+      reinterpret_cast<u32 *>(words)[element / 2] = pair;
+  }
+  __device__ __forceinline__ void send_floats(i64 element, float first, float second) const {
+    if (DIRECT)
+      send_words(words + element, __float_as_uint(first), __float_as_uint(second), tag);
+    else
+      store_vec(reinterpret_cast<float *>(words) + element, Vec<float, 2>{first, second});
+  }
+  template <class T> __device__ __forceinline__ Vec<T, 8> receive8(i64 element) const {
+    if (!DIRECT) return load_vec<T, 8>(reinterpret_cast<const T *>(words) + element);
+    u32 pairs[4];
+    receive_words(pairs, words + element / 2, tag);
+    const uint4 raw = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    return *reinterpret_cast<const Vec<T, 8> *>(&raw);
+  }
+  __device__ __forceinline__ Vec<float, 4> receive_floats(i64 element) const {
+    if (!DIRECT) return load_vec<float, 4>(reinterpret_cast<const float *>(words) + element);
+    u32 v[4];
+    receive_words(v, words + element, tag);
+    return Vec<float, 4>{__uint_as_float(v[0]), __uint_as_float(v[1]), __uint_as_float(v[2]), __uint_as_float(v[3])};
+  }
+};
+
+// What is done with the finished sums of two neighbouring columns (of GATE_UP: two gates and their ups).
 template <class T> struct StoreRounded {  // T [ROWS, n]
   const float *bias;
-  T *out;
+  Link out;
   int n;
-  __device__ __forceinline__ void store(float sum, int row, int column) const {
-    LinearOutput<T>{bias, nullptr, out, ROWS, n}.store(sum, row, column);
+  __device__ __forceinline__ void store(float a, float b, int row, int column) const {
+    const LinearOutput<float> linear{bias, nullptr, nullptr, ROWS, n};
+    out.send_pair<T>((i64)row * n + column, linear.finish(a, 0, column), linear.finish(b, 0, column + 1));
   }
 };
 
 template <class T> struct StoreLogits {
   float *out;
-  __device__ __forceinline__ void store(float sum, int row, int column) const { out[(i64)row * VOCAB + column] = sum; }
+  __device__ __forceinline__ void store(float a, float b, int row, int column) const {
+    store_vec(out + (i64)row * VOCAB + column, Vec<float, 2>{a, b});
+  }
 };
 
-template <class T> struct AddToResidual {  // float [ROWS, HIDDEN]; in the first layer the stream starts as the embedding
+// float [ROWS, HIDDEN]. A column of the residual stream always belongs to the same block, which keeps it in shared memory
+// [ROWS][OWNED * 8] and sends copies to the others.
+template <class T> struct AddToResidual {
   const float *bias;
-  float *residual;
-  const T *embedding;  // null after the first layer
-  const RowState *rows;
-  __device__ __forceinline__ void store(float sum, int row, int column) const {
-    const i64 at = (i64)row * HIDDEN + column;
-    float before;
-    if (embedding == nullptr)
-      before = residual[at];
-    else
-      before = rows[row].embedding < 0 ? CUKERN_NAN : to_float(embedding[(i64)rows[row].embedding * HIDDEN + column]);
-    if (bias) sum += bias[column];
-    residual[at] = before + sum;
+  float *own;
+  Link out;
+  int first_column;
+  __device__ __forceinline__ void store(float a, float b, int row, int column) const {
+    float *const mine = own + row * OWNED * 8 + column - first_column;
+    const LinearOutput<float> linear{bias, mine - column, nullptr, ROWS, HIDDEN};
+    mine[0] = linear.finish(a, column, column);
+    mine[1] = linear.finish(b, column + 1, column + 1);
+    out.send_floats((i64)row * HIDDEN + column, mine[0], mine[1]);
   }
 };
 
 template <class T> struct StoreSwiglu {  // T [ROWS, INTERMEDIATE]
-  T *out;
-  __device__ __forceinline__ void pair(float gate, float up, int row, int column) const {
-    out[(i64)row * INTERMEDIATE + column] =
-        from_float<T>(silu_mul(to_float(from_float<T>(gate)), to_float(from_float<T>(up))));
+  Link out;
+  __device__ __forceinline__ static float swiglu(float gate, float up) {
+    return silu_mul(to_float(from_float<T>(gate)), to_float(from_float<T>(up)));
+  }
+  __device__ __forceinline__ void store(float gate_a, float gate_b, float up_a, float up_b, int row, int column) const {
+    out.send_pair<T>((i64)row * INTERMEDIATE + column, swiglu(gate_a, up_a), swiglu(gate_b, up_b));
   }
 };
 
@@ -126,38 +165,42 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
           store_vec(partial + (unit * ROWS + g + 8 * h) * 8 + 2 * t, Vec<float, 2>{acc[2 * h], acc[2 * h + 1]});
     } else {
 #pragma unroll
-      for (int h = 0; h < (ROWS > 8 ? 2 : 1); ++h)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const float sum = acc[2 * h + e];
-          if constexpr (P == GATE_UP) {
-            const float up = __shfl_xor_sync(0xffffffffu, sum, 2);
-            if (t < 2 && g + 8 * h < ROWS) out.pair(sum, up, g + 8 * h, (first + tile) * 4 + 2 * t + e);
-          } else if (g + 8 * h < ROWS) {
-            out.store(sum, g + 8 * h, (first + tile) * 8 + 2 * t + e);
-          }
+      for (int h = 0; h < (ROWS > 8 ? 2 : 1); ++h) {
+        const float a = acc[2 * h], b = acc[2 * h + 1];
+        if constexpr (P == GATE_UP) {
+          const float up_a = __shfl_xor_sync(0xffffffffu, a, 2), up_b = __shfl_xor_sync(0xffffffffu, b, 2);
+          if (t < 2 && g + 8 * h < ROWS) out.store(a, b, up_a, up_b, g + 8 * h, (first + tile) * 4 + 2 * t);
+        } else if (g + 8 * h < ROWS) {
+          out.store(a, b, g + 8 * h, (first + tile) * 8 + 2 * t);
         }
+      }
     }
   }
   unit -= units;
 
+  __syncthreads();  // the sums are there, and x may be overwritten
   if constexpr (Segments > 1) {
-    constexpr int Columns = P == GATE_UP ? 4 : 8;
-    __syncthreads();
+    constexpr int Pairs = P == GATE_UP ? 2 : 4;
     const int tiles = units / Segments;
-    for (int e = threadIdx.x; e < tiles * ROWS * Columns; e += THREADS) {
-      const int column = e % Columns, row = e / Columns % ROWS, tile = e / (Columns * ROWS);
+    for (int e = threadIdx.x; e < tiles * ROWS * Pairs; e += THREADS) {
+      const int column = e % Pairs * 2, row = e / Pairs % ROWS, tile = e / (Pairs * ROWS);
       const float *const sums = partial + (tile * Segments * ROWS + row) * 8 + column;
-      float total = -0.f, up = -0.f;  // -0 is the identity of addition
+      float a = -0.f, b = -0.f, up_a = -0.f, up_b = -0.f;  // -0 is the identity of addition
 #pragma unroll
       for (int s = 0; s < Segments; ++s) {
-        total += sums[s * ROWS * 8];
-        if (P == GATE_UP) up += sums[s * ROWS * 8 + 4];
+        const Vec<float, 2> v = load_vec<float, 2>(sums + s * ROWS * 8);
+        a += v.v[0];
+        b += v.v[1];
+        if (P == GATE_UP) {
+          const Vec<float, 2> up = load_vec<float, 2>(sums + s * ROWS * 8 + 4);
+          up_a += up.v[0];
+          up_b += up.v[1];
+        }
       }
       if constexpr (P == GATE_UP)
-        out.pair(total, up, row, (first + tile) * 4 + column);
+        out.store(a, b, up_a, up_b, row, (first + tile) * 4 + column);
       else
-        out.store(total, row, (first + tile) * 8 + column);
+        out.store(a, b, row, (first + tile) * 8 + column);
     }
   }
 }

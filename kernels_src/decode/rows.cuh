@@ -71,12 +71,12 @@ __device__ __forceinline__ void norm_rows(T *x, float *groups, const NormWeights
   __syncthreads();
 }
 
-// T [ROWS, K] from global memory into x. The caller's block barrier follows.
-template <int K, class T> __device__ __forceinline__ void load_rows(T *x, const T *from) {
+// T [ROWS, K] from other blocks into x. The caller's block barrier follows.
+template <int K, class T> __device__ __forceinline__ void load_rows(T *x, const Link &from) {
   constexpr int Pieces = K / 8;
-#pragma unroll 4
+#pragma unroll DIRECT ? 1 : 4
   for (int i = threadIdx.x; i < ROWS * Pieces; i += THREADS) {
     const int row = i / Pieces, piece = i % Pieces;
-    store_vec(x + row * x_pitch(K) + piece * 8, load_vec<T, 8>(from + (i64)row * K + piece * 8));
+    store_vec(x + row * x_pitch(K) + piece * 8, from.receive8<T>((i64)row * K + piece * 8));
   }
 }

@@ -3,7 +3,10 @@
 //   MODEL_*        sizes; SEGMENT_*: K segments of the five weights (numerics contract; a multiple of 128, or all of K)
 //   ROWS           sequences, 1 to 16
 //   RING_K         128 or 64: a slot of a warp's ring is 8 rows x RING_K; RING_SLOTS: slots of a ring
-//   PARTIALS       most K-segment sums of a block at a time; OVERLAY: see Shared; SHARED_BYTES: of a block
+//   PARTIALS       most K-segment sums of a block at a time; OWNED: most tiles of the residual stream that a block owns
+//   OVERLAY        see Shared; SHARED_BYTES: of a block
+//   DIRECT         results go from block to block as tagged words (ptx/exchange.cuh) instead of through a grid barrier:
+//                  a shorter way, but twice the bytes, and every block reads nearly all of them; for few rows
 #pragma once
 #include "common/chunk_merge.cuh"
 #include "common/types.cuh"
@@ -70,7 +73,8 @@ struct Shared {
   static constexpr int key_max = p + 16 * KEYS * 2;
   static constexpr int key_sum = key_max + 16 * KEY_GROUPS * 4;
   static constexpr int partial = key_sum + 64 * KEY_GROUPS * 4;
-  static constexpr int groups = partial + PARTIALS * ROWS * 32;
+  static constexpr int own = partial + PARTIALS * ROWS * 32;
+  static constexpr int groups = own + OWNED * ROWS * 32;
   static constexpr int head_norms = groups + ROWS * 32;
   static constexpr int rotations = head_norms + 2 * HEAD_DIM * 4;
   static constexpr int rows = rotations + ROWS * HEAD_DIM * 4;

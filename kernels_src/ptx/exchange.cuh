@@ -1,0 +1,66 @@
+// Data from block to block without a barrier: every 8-byte word in global memory carries 4 bytes of payload and, above them,
+// a tag. A reader asks for the words themselves until all of them bear the tag that it expects; an 8-byte access is never torn,
+// so no fence, flag or atomic is needed, and the way from a writer to a reader is one store and one load. Words are used again
+// with another tag when every reader of the old ones is known to be done. All blocks must be resident (cooperative launch).
+// PTX ISA, "ld.relaxed", "st.relaxed". Test: tests/test_decode_step.py
+#pragma once
+#include "common/types.cuh"
+#include "ptx/site.cuh"
+
+__device__ __forceinline__ u64 tagged_word(u32 payload, u32 tag) { return (u64)tag << 32 | payload; }
+
+__device__ __forceinline__ void send_word(u64 *word, u32 payload, u32 tag PTX_SITE) {
+#ifdef CUKERN_EMU
+  emu_access(word, 8, 1, 8, "send_word", PTX_HERE);
+  *word = tagged_word(payload, tag);
+#else
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(tagged_word(payload, tag)) : "memory");
+#endif
+}
+
+// Two neighbouring words, 16-byte aligned.
+__device__ __forceinline__ void send_words(u64 *words, u32 first, u32 second, u32 tag PTX_SITE) {
+#ifdef CUKERN_EMU
+  emu_access(words, 16, 1, 16, "send_words", PTX_HERE);
+  words[0] = tagged_word(first, tag);
+  words[1] = tagged_word(second, tag);
+#else
+  asm volatile("st.relaxed.gpu.global.v2.u64 [%0], {%1, %2};" ::"l"(words), "l"(tagged_word(first, tag)),
+               "l"(tagged_word(second, tag))
+               : "memory");
+#endif
+}
+
+// N words (even, 16-byte aligned); returns when all of them bear the tag. Under emulation they must be there already.
+template <int N> __device__ __forceinline__ void receive_words(u32 (&payload)[N], const u64 *words, u32 tag PTX_SITE) {
+  static_assert(N % 2 == 0, "pairs of words");
+#ifdef CUKERN_EMU
+  emu_access(words, N * 8, 0, 16, "receive_words", PTX_HERE);
+  for (int i = 0; i < N; ++i) {
+    if ((u32)(words[i] >> 32) != tag) emu_trap("receive_words: a word that was not sent", PTX_HERE);
+    payload[i] = (u32)words[i];
+  }
+#else
+  bool all;
+  do {
+    u64 w[N];
+#pragma unroll
+    for (int i = 0; i < N; i += 2)
+      asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(w[i]), "=l"(w[i + 1]) : "l"(words + i) : "memory");
+    all = true;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      payload[i] = (u32)w[i];
+      all = all && (u32)(w[i] >> 32) == tag;
+    }
+  } while (!all);
+#endif
+}
+
+// Every block, between sending and the first receive of what others send: nothing on a GPU. Under emulation, where blocks do
+// not spin, it is the wait.
+__device__ __forceinline__ void meet_senders(PTX_SITE0) {
+#ifdef CUKERN_EMU
+  emu_grid_barrier(PTX_HERE);
+#endif
+}
