@@ -50,20 +50,20 @@ def candidates(head_dim: int) -> list[Variant]:
     """Variants that :func:`select` may choose for a head_dim: they fit the 99 KB of the smallest supported GPU."""
     if head_dim > 128:
         return [Variant(8, 1)]
-    return [Variant(4, 2)] if head_dim <= 64 else [Variant(8, 2), Variant(4, 2), Variant(4, 1)]
+    return [Variant(4, 2)] if head_dim <= 64 else [Variant(8, 2), Variant(4, 2)]
 
 
 def select(head_dim: int, rows: int, batch: int, heads: int, sm_count: int, shared_mem_per_sm: int) -> Variant:
     """The variant for ``rows`` query tokens in ``batch`` sequences: from shapes alone, no effect on the result."""
+    tall, small = Variant(8, 2), Variant(4, 2)
     if head_dim > 128:
         return Variant(8, 1)
-    tall, small = Variant(8, 2), Variant(4, 2)
     if head_dim <= 64:
         return small
-    if rows >= 256 * batch and rows // tall.rows(head_dim) * heads >= 2 * sm_count:
+    # two small CTAs must share an SM (each costs 1 KB beyond what it asks for), else one tall CTA holds as many warps
+    if 2 * (small.shared_mem(head_dim) + 2048) > shared_mem_per_sm:
         return tall
-    # two CTAs should share an SM; each costs 1 KB of its shared memory beyond what it asks for
-    return small if 2 * (small.shared_mem(head_dim) + 2048) <= shared_mem_per_sm else Variant(4, 1)
+    return tall if rows >= 256 * batch and rows // tall.rows(head_dim) * heads >= 2 * sm_count else small
 
 
 def attention_prefill(
@@ -338,5 +338,5 @@ def kernel_variants() -> list[tuple[str, str, tuple[Any, ...], None, tuple[str, 
 
 
 def _architectures(variant: Variant, head_dim: int) -> tuple[str, ...]:
-    """Where a variant may be chosen (empty: everywhere): small tiles have one stage only on SMs with 100 KB."""
-    return ("sm_86", "sm_89", "sm_120a") if variant == Variant(4, 1) and head_dim <= 128 else ()
+    """Where a variant may be chosen (empty: everywhere): two small CTAs of a large head_dim need more than 100 KB."""
+    return ("sm_80", "sm_90a", "sm_100a") if variant == Variant(4, 2) and head_dim > 64 else ()

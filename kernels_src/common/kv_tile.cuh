@@ -5,6 +5,7 @@
 #include "common/types.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
+#include "ptx/opaque.cuh"
 
 // Row-major tile with Columns elements a row, no padding. A row is Columns / 8 pieces of 16 bytes; pieces are permuted
 // within a row by an xor with bits of the row number such that 8 consecutive rows at one column hit 8 different groups
@@ -55,8 +56,9 @@ __device__ __forceinline__ void copy_rows(T *tile, const T *src, int stride, int
       from += (i64)step * stride;
     }
   } else {
+    const int first = opaque(threadIdx.x);
 #pragma unroll Unroll
-    for (int n = threadIdx.x; n < total; n += Threads) {
+    for (int n = first; n < total; n += Threads) {
       const int row = n / pieces, piece = n % pieces;
       const bool ok = row < valid;
       cp_async_16(tile + RowTile<Columns>::at(row, piece), src + (ok ? (i64)row * stride + piece * 8 : 0), ok);
@@ -80,9 +82,9 @@ template <class T, int Columns, int Rows, int Threads, Kv kind, int Unroll>
 __device__ __forceinline__ void copy_pages(T *tile, const T *cache, i64 block_stride, int stride, int pages, int key0,
                                            int len, int page_shift, int num_blocks) {
   constexpr int pieces = Columns / 8, total = Rows * pieces;
-  const int mask = (1 << page_shift) - 1;
+  const int first = opaque(threadIdx.x), mask = (1 << page_shift) - 1;
 #pragma unroll Unroll
-  for (int n = threadIdx.x; n < ceil_div(total, Threads) * Threads; n += Threads) {
+  for (int n = first; n < ceil_div(total, Threads) * Threads; n += Threads) {
     const int row = n / pieces, piece = n % pieces;
     const int block = __shfl_sync(0xffffffffu, pages, row >> page_shift);
     if (total % Threads != 0 && n >= total) continue;
