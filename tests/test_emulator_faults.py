@@ -302,6 +302,12 @@ def test_neighbouring_bytes_are_not_a_race() -> None:
     launch(text(source), (f32(), 0))
 
 
+def test_a_thread_may_read_its_own_byte() -> None:
+    source = "__shared__ unsigned char s[64];\ns[threadIdx.x] = 1;\nx[threadIdx.x] = s[threadIdx.x];"
+    for order in ("up", "down", "random"):
+        launch(text(source), (f32(), 0), order=order)
+
+
 def test_double_buffer_without_the_second_barrier() -> None:
     body = """
         __shared__ float s[2][64];

@@ -15,7 +15,7 @@ from typing import Any
 from . import _native, source, symbols, toolchain
 from .arguments import Arguments, Param
 from .errors import ArgumentError, BuildError, KernelFault, LaunchError, OutOfBounds
-from .settings import ORDERS, Settings, current
+from .settings import ORDERS, Settings, current, debugging
 
 STATIC_SHARED_LIMIT = 48 * 1024
 SHARED_LIMIT = 227 * 1024
@@ -58,7 +58,7 @@ class EmulatedKernel:
 
     def binary(self, check: bool) -> _Binary:
         """The shared object for a mode, built on first use."""
-        debug = os.environ.get("CUKERN_EMULATE_DEBUG", "") not in ("", "0")
+        debug = debugging()
         key = (check, debug, os.environ.get("CUKERN_CXX", ""))
         found = self._binaries.get(key)
         if found is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -57,6 +58,11 @@ def _number(name: str, default: float) -> float:
         raise ValueError(f"{name}={text!r}: expected a number") from None
 
 
+def debugging() -> bool:
+    """Whether kernels are built for a debugger, which also means that nobody minds how long they take."""
+    return bool(_flag("CUKERN_EMULATE_DEBUG"))
+
+
 def _cpus() -> int:
     try:
         return len(os.sched_getaffinity(0))
@@ -76,7 +82,7 @@ def from_environment() -> Settings:
         order=os.environ.get("CUKERN_EMULATE_ORDER", "").strip().lower() or "up",
         seed=int(_number("CUKERN_EMULATE_SEED", 0)),
         workers=int(_number("CUKERN_EMULATE_WORKERS", workers)),
-        timeout=_number("CUKERN_EMULATE_TIMEOUT", 60.0),
+        timeout=_number("CUKERN_EMULATE_TIMEOUT", math.inf if debugging() else 60.0),
     )
 
 

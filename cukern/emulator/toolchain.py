@@ -211,7 +211,7 @@ def build_kernel(text: str, *, check: bool, debug: bool) -> Path:
             # a type aligned to 32 bytes may lie in a NumPy array aligned to 16: no instruction that minds
             options.append("-mprefer-vector-width=128")
             options += ["-mmove-max=128", "-mstore-max=128"] if compiler.gcc else []
-        options += ["-O0", "-g"] if debug else ["-O1" if check else "-O2", "-g1"]
+        options += ["-O0", "-g", "-DEMU_DEBUG"] if debug else ["-O1" if check else "-O2", "-g1"]
         options.append("-gdwarf-4")  # what symbols.py reads
         if check:
             options += ["-fsanitize=thread"]

@@ -308,7 +308,7 @@ PUBLIC void emu_start(Launch *l) {
   sigemptyset(&action.sa_mask);
   for (int i = 0; i < 4; ++i) sigaction(FAULT_SIGNALS[i], &action, &previous_actions[i]);
   sigaction(STOP_SIGNAL, &action, &previous_actions[4]);
-  s->deadline = seconds_now() + (l->timeout > 0 ? l->timeout : 1e9);
+  s->deadline = seconds_now() + (l->timeout < 1e9 ? l->timeout : 1e9);
   for (uint32_t i = 0; i < n; ++i) {
     Worker *w;
     if (idle_workers.empty()) {

@@ -10,6 +10,7 @@ enum : uint16_t {
   S_HIGH = 0x800,     // the odd byte took part
   S_BYTES = S_LOW | S_HIGH,
   S_IN_FLIGHT = 0x1000,  // writer: a cp.async that has not been waited for
+  S_INIT = 3,            // writer: shift from S_LOW, S_HIGH to the bytes that anybody has written in this block
   S_WARP = 0x2000,       // reader: several lanes of this thread's warp
   S_BLOCK = 0x4000,      // reader: threads of several warps
 };
@@ -61,14 +62,16 @@ static inline void touch(const SharedAccess &a, Shadow &s, uint16_t mask) {
       if ((reader != me || s.reader & (S_WARP | S_BLOCK)) && !(same_warp && s.read_warp_epoch < warp_epoch))
         race(a.pc, a.file, a.line, a.address, a.bytes, 1, reader, s.reader & (S_WARP | S_BLOCK) ? " and others" : "", "read");
     }
-    // both bytes keep their owner when one thread writes them one after the other
-    const uint16_t kept = s.write_epoch >= born ? (uint16_t)(s.writer & S_BYTES) : (uint16_t)0;
+    // one thread may write the bytes one after the other; of two threads the later one counts as the writer
+    uint16_t flags = (uint16_t)(mask | mask << S_INIT);
+    if (s.write_epoch >= born) flags |= (uint16_t)(s.writer & (S_BYTES << S_INIT));
+    if (s.write_epoch == now && writer == me) flags |= (uint16_t)(s.writer & S_BYTES);
     s.write_epoch = now, s.write_warp_epoch = warp_epoch;
-    s.writer = (uint16_t)(me | mask | kept);
+    s.writer = (uint16_t)(me | flags);
     s.read_epoch = 0;
     return;
   }
-  if (s.write_epoch < born || !(s.writer & mask)) {
+  if (s.write_epoch < born || mask << S_INIT & ~s.writer) {
     if (is_guard(a.w->launch, a.table == a.w->static_shadow.items, a.offset)) return;
     report(a, F_UNINITIALISED, "read of shared memory that this block has not written");
   }

@@ -47,6 +47,13 @@ template <class... A> struct Params {
 };
 template <class... A> constexpr Params<A...> params_of(void (*)(A...)) { return {}; }
 }  // namespace emu
+#ifdef EMU_DEBUG
+// For a debugger: print emu_where(), break kernel.cu:12 if emu_where().thread.x == 3
+struct EmuWhere { uint3 block, thread; int lane; };
+extern "C" __attribute__((used, visibility("default"))) EmuWhere emu_where() {
+  return {emu_block_idx(), emu_thread_idx(), emu_lane()};
+}
+#endif
 #define EMU_PUBLIC extern "C" __attribute__((visibility("default")))
 #define EMU_EXPORT(...)                                                                                       \
   EMU_PUBLIC EMU_UNCHECKED void emu_thunk(void **a) { emu::call(&__VA_ARGS__, a); }                                         \
