@@ -167,7 +167,8 @@ def test_scalars_of_every_kind() -> None:
         "bool b, signed char c, unsigned short s, int i, unsigned u, long long l, float f, double d, half h, float2 v, "
         "double *out"
     )
-    body = "\n".join(f"out[{i}] = {v};" for i, v in enumerate(["b", "c", "s", "i", "u", "l", "f", "d", "(float)h", "v.y"]))
+    names = ["b", "c", "s", "i", "u", "l", "f", "d", "(float)h", "v.y"]
+    body = "\n".join(f"out[{i}] = {v};" for i, v in enumerate(names))
     out = np.zeros(10)
     pair = np.float32([1, 2]).tobytes()
     args = (True, np.int8(-3), 65535, -7, 2**32 - 1, 2**40, 0.5, 1e300, np.float16(1.5), pair, out)
@@ -510,6 +511,13 @@ def test_compile_error_shows_the_users_line() -> None:
     with pytest.raises(E.BuildError, match=r"k\.cu:2: .*undeclared_name") as caught:
         launch(kernel("x[0] = undeclared_name;"), (np.zeros(1, np.float32), 0))
     assert "undeclared_name" in caught.value.log
+
+
+def test_missing_kernel_is_named() -> None:
+    one = "template <class T> __global__ void __launch_bounds__(64) one(T *x) {}\n"
+    text = one + kernel("x[0] = n;").replace(" k(", " two(")
+    with pytest.raises(E.BuildError, match=r"no kernel 'three<float>' in k\.cu \(kernels found: one, two\)"):
+        launch(text, (np.zeros(1, np.float32),), name="three<float>")
 
 
 def test_names_that_nvrtc_lacks_are_missing_here_too() -> None:

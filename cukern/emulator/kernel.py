@@ -73,8 +73,14 @@ class EmulatedKernel:
         return found
 
     def _compile_error(self, e: BuildError) -> BuildError:
+        if not self._prepared.found:
+            from cukern.jit.signature import kernel_names
+
+            names = ", ".join(kernel_names(self._text)) or "none"
+            return BuildError(f"no kernel {self.name!r} in {self.filename} (kernels found: {names})", e.log)
         found = re.findall(r"^(.*?):(\d+):(?:\d+:)? (?:fatal )?error: (.*)$", e.log, re.M)
-        lines = "\n".join(f"{Path(f).name if str(toolchain.HERE) in f else f}:{n}: {m}" for f, n, m in found[:10])
+        shown = [x for x in found if not _ours(x[0])] or found
+        lines = "\n".join(f"{f}:{n}: {m}" for f, n, m in shown[:10])
         compiler = toolchain.find_compiler().name
         return BuildError(f"kernel {self.name!r} does not compile for emulation ({compiler}):\n{lines or e.log}", e.log)
 

@@ -14,6 +14,7 @@ class Prepared:
     dynamic_align: int
     prints: bool
     parameters: tuple[str, ...]
+    found: bool  # whether a kernel of that name is declared
 
 
 # comments and literals are skipped, everything else is searched
@@ -74,7 +75,8 @@ def prepare(text: str, name: str, filename: str) -> Prepared:
         body = body[:start] + new + body[end:]
     head = "" if text.lstrip().startswith("#line") else f'#line 1 "{filename}"\n'
     out = f'{head}{body}\n#line 1 "emu/launch.h"\nEMU_EXPORT({name})\n'
-    return Prepared(out, align, bool(re.search(r"\bprintf\s*\(", code)), _parameters(code, name))
+    parameters = _parameters(code, name)
+    return Prepared(out, align, bool(re.search(r"\bprintf\s*\(", code)), parameters or (), parameters is not None)
 
 
 def _inside_function(code: str) -> bool:
@@ -104,8 +106,8 @@ def _position(text: str, end: int, filename: str) -> tuple[str, int]:
     return file, line
 
 
-def _parameters(code: str, name: str) -> tuple[str, ...]:
-    """Names of the kernel's parameters, for messages; empty where the declaration is not understood."""
+def _parameters(code: str, name: str) -> tuple[str, ...] | None:
+    """Names of the kernel's parameters, for messages; None if there is no such kernel."""
     base = name.split("<")[0].rsplit("::", 1)[-1].strip(" &")
     for m in re.finditer(rf"\b{re.escape(base)}\s*\(", code):
         head = code[max(0, m.start() - 400) : m.start()]
@@ -125,4 +127,4 @@ def _parameters(code: str, name: str) -> tuple[str, ...]:
                 break
         names = [re.search(r"(\w+)\s*(?:\[[^\]]*\]\s*)?$", p.split("=")[0].strip()) for p in parts if p.strip()]
         return tuple(n[1] if n else "?" for n in names)
-    return ()
+    return None

@@ -1,6 +1,7 @@
 """Plant each fault in a copy of kernels_src, run the tests of that file under emulation, and see whether one fails.
 
-``python -m tests.mutation.run`` from the root of a checkout; ``--only linear`` for some, ``--write`` for docs/mutation.md.
+``python -m tests.mutation.run`` from the root of a checkout; ``--only linear`` for some of them, ``--write`` for
+docs/mutation.md.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ def report(outcomes: list[Outcome]) -> str:
         "Each line is one fault planted in our kernels (`tests/mutation/mutants.py`), and the first test that failed, all",
         "under emulation in check mode on a CPU. `python -m tests.mutation.run --write` repeats it.",
         "",
-        f"{datetime.date.today().isoformat()}: {caught} of {len(real)} faults caught ({100 * caught / max(1, len(real)):.0f} %), "
-        f"{len(outcomes) - len(real)} further mutants change no result.",
+        f"{datetime.date.today().isoformat()}: {caught} of {len(real)} faults caught "
+        f"({100 * caught / max(1, len(real)):.0f} %), {len(outcomes) - len(real)} further mutants change no result.",
         "",
         "| file | fault | found by |",
         "|---|---|---|",
@@ -128,8 +129,8 @@ def main() -> int:
         for i, mutant in enumerate(chosen, 1):
             o = judge(mutant, cache, options.limit)
             outcomes.append(o)
-            mark = "equivalent, " if mutant.equivalent else ""
-            print(f"[{i}/{len(chosen)}] {o.seconds:5.1f} s {mark}{o.result:7s} {mutant.file}: {mutant.what}  {o.by}", flush=True)
+            result = f"equivalent, {o.result}" if mutant.equivalent else o.result
+            print(f"[{i}/{len(chosen)}] {o.seconds:5.1f} s {result:7s} {mutant.file}: {mutant.what}  {o.by}", flush=True)
     finally:
         shutil.rmtree(cache, ignore_errors=True)
     text = report(outcomes)
