@@ -17,10 +17,9 @@ def test_there_are_enough() -> None:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.file}-{m.what}")
 def test_fault_applies(mutant: Mutant, tmp_path: Path) -> None:
-    target = tmp_path / mutant.file
-    target.parent.mkdir(exist_ok=True)
-    shutil.copy(run.ROOT / "kernels_src" / mutant.file, target)
-    before = target.read_text(encoding="utf-8")
-    run.apply(mutant, tmp_path)
-    assert target.read_text(encoding="utf-8") != before
+    folder = tmp_path / "kernels_src"
+    shutil.copytree(run.ROOT / "kernels_src", folder)
+    before = {p: p.read_text(encoding="utf-8") for p in folder.rglob("*.cu*")}
+    run.apply(mutant, folder)
+    assert sum(p.read_text(encoding="utf-8") != old for p, old in before.items()) == 1
     assert all((run.ROOT / "tests" / t).is_file() for t in TESTS[mutant.file])

@@ -39,6 +39,9 @@ class Outcome:
 def apply(mutant: Mutant, folder: Path) -> None:
     """Edit the copy; ValueError if the text is not there (any more)."""
     path = folder / mutant.file
+    if mutant.old not in path.read_text(encoding="utf-8"):  # moved to a header, perhaps
+        elsewhere = [p for p in sorted(folder.rglob("*.cu*")) if mutant.old in p.read_text(encoding="utf-8")]
+        path = next(iter(elsewhere), path)
     text = path.read_text(encoding="utf-8")
     at = -1
     for _ in range(mutant.nth + 1):
@@ -88,14 +91,15 @@ def report(outcomes: list[Outcome]) -> str:
     """The table of docs/mutation.md."""
     real = [o for o in outcomes if not o.mutant.equivalent]
     caught = sum(o.result == "caught" for o in real)
+    today, percent = datetime.date.today().isoformat(), 100 * caught / max(1, len(real))
     lines = [
         "# Mutation test",
         "",
         "Each line is one fault planted in our kernels (`tests/mutation/mutants.py`), and the first test that failed, all",
         "under emulation in check mode on a CPU. `python -m tests.mutation.run --write` repeats it.",
         "",
-        f"{datetime.date.today().isoformat()}: {caught} of {len(real)} faults caught "
-        f"({100 * caught / max(1, len(real)):.0f} %), {len(outcomes) - len(real)} further mutants change no result.",
+        f"{today}: {caught} of {len(real)} faults caught ({percent:.0f} %), "
+        f"{len(outcomes) - len(real)} further mutants change no result.",
         "",
         "| file | fault | found by |",
         "|---|---|---|",
@@ -130,7 +134,8 @@ def main() -> int:
             o = judge(mutant, cache, options.limit)
             outcomes.append(o)
             result = f"equivalent, {o.result}" if mutant.equivalent else o.result
-            print(f"[{i}/{len(chosen)}] {o.seconds:5.1f} s {result:7s} {mutant.file}: {mutant.what}  {o.by}", flush=True)
+            what = f"{mutant.file}: {mutant.what}"
+            print(f"[{i}/{len(chosen)}] {o.seconds:5.1f} s {result:7s} {what}  {o.by}", flush=True)
     finally:
         shutil.rmtree(cache, ignore_errors=True)
     text = report(outcomes)
