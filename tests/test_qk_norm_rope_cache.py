@@ -283,7 +283,7 @@ def test_many_tokens(backend: Any, rng: np.random.Generator) -> None:
         ({"v_cache": np.zeros((2, 2, 16, 32), BF16)}, TypeError, "v_cache has dtype bfloat16"),
         ({"slots": np.zeros(5, np.int32)}, TypeError, "slot_mapping has dtype int32"),
         ({"slots": np.zeros(6, np.int64)}, ValueError, "slot_mapping has shape"),
-        ({"heads": 0}, ValueError, "num_heads 0"),
+        ({"heads": 0}, ValueError, "num_heads must be at least 1, got 0"),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
 )

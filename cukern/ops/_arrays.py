@@ -22,13 +22,16 @@ __all__ = [
     "FLOAT32",
     "Array",
     "Place",
+    "as_dtype",
     "as_rows",
     "broadcast_rows",
+    "check_apart",
     "check_dtype",
     "check_out",
     "check_shape",
     "contiguous",
     "place_arrays",
+    "pointer",
 ]
 
 Array = Any
@@ -71,18 +74,27 @@ def _emulating() -> bool:
 def _to_array(function: str, name: str, value: Any) -> tuple[Array, bool]:
     """The value as an array, and whether it lives on a GPU."""
     if isinstance(value, np.ndarray):
+        if isinstance(value, np.ma.MaskedArray):  # no operator looks at a mask
+            raise TypeError(f"{function}: {name} is a masked array; pass {name}.filled(...)")
         return value, False
-    if hasattr(value, "__cuda_array_interface__"):
-        import cupy
-
-        return (value if isinstance(value, cupy.ndarray) else cupy.asarray(value)), True
-    if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
-        on_gpu = int(value.__dlpack_device__()[0]) in (2, 13)  # kDLCUDA, kDLCUDAManaged
-        if on_gpu:
+    try:
+        if hasattr(value, "__cuda_array_interface__"):
             import cupy
 
-            return cupy.from_dlpack(value), True
-        return np.from_dlpack(value), False
+            return (value if isinstance(value, cupy.ndarray) else cupy.asarray(value)), True
+        if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
+            on_gpu = int(value.__dlpack_device__()[0]) in (2, 13)  # kDLCUDA, kDLCUDAManaged
+            if on_gpu:
+                import cupy
+
+                return cupy.from_dlpack(value), True
+            return np.from_dlpack(value), False
+    except ImportError:
+        raise
+    except Exception as error:  # whatever the other library's export, or our import of it, met
+        raise TypeError(
+            f"{function}: {name} ({type(value).__name__}) cannot be taken over as an array: {error}"
+        ) from error
     raise TypeError(
         f"{function}: {name} must be a CuPy or NumPy array (or offer __cuda_array_interface__ or DLPack), "
         f"got {type(value).__name__}"
@@ -138,7 +150,9 @@ def place_arrays(function: str, /, **arrays: Any) -> tuple[Place, list[Array]]:
 
 
 def check_dtype(function: str, name: str, array: Array, allowed: Sequence[np.dtype | type]) -> None:
-    """Raise TypeError unless the dtype of the array is one of ``allowed``."""
+    """Raise TypeError unless there is an array and its dtype is one of ``allowed``."""
+    if array is None:
+        raise TypeError(f"{function}: {name} must be an array, got None")
     dtypes = [np.dtype(d) for d in allowed]
     if array.dtype not in dtypes:
         names = ", ".join(d.name for d in dtypes)
@@ -157,14 +171,15 @@ def contiguous(array: Array, place: Place) -> Array:
     if array is None:
         return array
     flags = array.flags
-    if flags.c_contiguous and (array.size == 0 or _pointer(array) % 16 == 0):
+    if flags.c_contiguous and (array.size == 0 or pointer(array) % 16 == 0):
         return array
     copy = place.xp.empty(array.shape, array.dtype)
     copy[...] = array
     return copy
 
 
-def _pointer(array: Array) -> int:
+def pointer(array: Array) -> int:
+    """The address of an array's first element."""
     if isinstance(array, np.ndarray):
         return int(array.__array_interface__["data"][0])
     return int(array.data.ptr)
@@ -178,8 +193,38 @@ def check_out(function: str, out: Array, shape: Sequence[int], dtype: np.dtype, 
         raise ValueError(f"{function}: {name} must be C-contiguous (strides {out.strides}); pass a contiguous array")
     if isinstance(out, np.ndarray) and not out.flags.writeable:
         raise ValueError(f"{function}: {name} is read-only")
-    if out.size and _pointer(out) % 16:
+    if out.size and pointer(out) % 16:
         raise ValueError(f"{function}: {name} must start at a multiple of 16 bytes; pass a freshly allocated array")
+
+
+def check_apart(function: str, name: str, out: Array, *, same: str = "", **inputs: Array | None) -> None:
+    """Refuse a written array that shares memory with an input; ``same`` names one that it may be as a whole.
+
+    Threads read the input while others write. An input that is not contiguous is copied first and is of no concern.
+    """
+    if out.size == 0:
+        return
+    begin = pointer(out)
+    end = begin + out.nbytes
+    for label, array in inputs.items():
+        if array is None or array.size == 0 or not array.flags.c_contiguous:
+            continue
+        start = pointer(array)
+        if start < end and begin < start + array.nbytes:
+            if label == same and start == begin and array.nbytes == out.nbytes:
+                continue
+            raise ValueError(
+                f"{function}: {name} shares memory with {label}: the kernel writes the one while it reads the other; "
+                "pass an array of its own"
+            )
+
+
+def as_dtype(function: str, value: Any) -> np.dtype:
+    """The argument ``dtype`` of an operator; TypeError if it names none."""
+    try:
+        return np.dtype(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{function}: dtype is {value!r}, which is no dtype") from None
 
 
 def as_rows(array: Array) -> tuple[int, int]:

@@ -7,6 +7,8 @@ arguments, so the table is built once in float64 and stored in float32.
 from __future__ import annotations
 
 import math
+import numbers
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,17 +61,25 @@ def rope_table(head_dim: int, max_positions: int, theta: float, scaling: Mapping
     ------
     ValueError
         A size out of range, an unknown rope type or key, or a missing YaRN parameter.
+    TypeError
+        A size that is no integer, a base that is no number, a scaling that is no mapping.
+    MemoryError
+        A table larger than the memory.
 
     Notes
     -----
     RoFormer (arXiv 2104.09864); YaRN (arXiv 2309.00071), sections 3.2 to 3.4, with the conventions of transformers.
     """
+    head_dim, max_positions = _integer("head_dim", head_dim), _integer("max_positions", max_positions)
     if head_dim < 2 or head_dim % 2:
         raise ValueError(f"rope_table: head_dim must be even and positive, got {head_dim}")
     if max_positions < 0:
         raise ValueError(f"rope_table: max_positions must not be negative, got {max_positions}")
+    theta = _real("theta", theta)
     if not (math.isfinite(theta) and theta > 1):
         raise ValueError(f"rope_table: theta must be a finite number above 1, got {theta}")
+    if scaling is not None and not isinstance(scaling, Mapping):
+        raise TypeError(f"rope_table: scaling must be a mapping or None, got {type(scaling).__name__}")
     frequencies = float(theta) ** (-2 * np.arange(head_dim // 2, dtype=np.float64) / head_dim)
     amplitude = 1.0
     if scaling is not None and _rope_type(scaling, theta) == "yarn":
@@ -84,15 +94,31 @@ def rope_table(head_dim: int, max_positions: int, theta: float, scaling: Mapping
     return table
 
 
+def _integer(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"rope_table: {name} must be an integer, got {value!r}") from None
+
+
+def _real(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"rope_table: {name} must be a number, got {value!r}")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
 def _rope_type(scaling: Mapping[str, Any], theta: float) -> str:
     """The rope type, once every key is known to be understood."""
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in _KEYS:
+    if not isinstance(kind, str) or kind not in _KEYS:
         raise ValueError(f"rope_table: rope_type {kind!r} is not supported, expected 'default' or 'yarn'")
-    unknown = sorted(set(scaling) - _KEYS[kind])
+    unknown = sorted(map(str, set(scaling) - _KEYS[kind]))
     if unknown:
         raise ValueError(f"rope_table: rope type {kind!r} does not know {', '.join(unknown)}; check the name")
-    if scaling.get("rope_theta") is not None and float(scaling["rope_theta"]) != float(theta):
+    if scaling.get("rope_theta") is not None and _real("rope_theta", scaling["rope_theta"]) != theta:
         raise ValueError(f"rope_table: theta {theta} disagrees with rope_theta {scaling['rope_theta']} in scaling")
     if scaling.get("partial_rotary_factor") not in (None, 1, 1.0):
         given = scaling["partial_rotary_factor"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from cukern import reference
 from cukern.jit import kernel
 from cukern.ops._arrays import (
@@ -14,6 +12,8 @@ from cukern.ops._arrays import (
     FLOAT16,
     FLOAT32,
     Array,
+    as_dtype,
+    check_apart,
     check_dtype,
     check_out,
     check_shape,
@@ -51,7 +51,7 @@ def embedding(ids: Array, weight: Array, *, dtype: Any = None, out: Array | None
     IndexError
         An id outside [0, V), for NumPy input (checking on a GPU would stall the stream).
     TypeError, ValueError
-        A wrong dtype or shape.
+        A wrong dtype or shape, or an ``out`` that shares memory with an input.
     """
     name = "embedding"
     place, (ids, weight, out) = place_arrays(name, ids=ids, weight=weight, out=out)
@@ -59,7 +59,7 @@ def embedding(ids: Array, weight: Array, *, dtype: Any = None, out: Array | None
     check_dtype(name, "weight", weight, allowed_floats(place))
     check_shape(name, "weight", weight, (None, None))
     entries, columns = weight.shape
-    wanted = np.dtype(dtype) if dtype is not None else weight.dtype if out is None else out.dtype
+    wanted = as_dtype(name, dtype) if dtype is not None else weight.dtype if out is None else out.dtype
     if wanted not in (weight.dtype, FLOAT32):
         raise TypeError(f"{name}: dtype is {wanted}, expected {weight.dtype} (that of weight) or float32")
     shape = (*ids.shape, columns)
@@ -67,6 +67,7 @@ def embedding(ids: Array, weight: Array, *, dtype: Any = None, out: Array | None
         out = place.empty(shape, wanted)
     else:
         check_out(name, out, shape, wanted)
+        check_apart(name, "out", out, ids=ids, weight=weight)
     if out.size == 0:
         return out
     if place.kind == "reference":

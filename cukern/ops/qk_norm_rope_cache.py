@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from cukern import reference
 from cukern.jit import kernel
 from cukern.ops._arrays import (
@@ -12,6 +10,7 @@ from cukern.ops._arrays import (
     FLOAT16,
     FLOAT32,
     Array,
+    check_apart,
     check_dtype,
     check_out,
     check_shape,
@@ -19,7 +18,7 @@ from cukern.ops._arrays import (
     place_arrays,
 )
 from cukern.ops._paged import check_caches, check_slots
-from cukern.ops._rows import INDICES, Variant, allowed_floats, ceil_div
+from cukern.ops._rows import INDICES, Variant, allowed_floats, as_count, as_eps, ceil_div
 
 __all__ = ["kernel_variants", "qk_norm_rope_cache"]
 
@@ -103,10 +102,8 @@ def qk_norm_rope_cache(
     dim = table.shape[1]
     if dim % 16 or not 16 <= dim <= 256:
         raise ValueError(f"{name}: table has {dim} columns, expected a head_dim that is a multiple of 16, 16 to 256")
-    if num_heads < 1 or num_kv_heads < 1:
-        raise ValueError(f"{name}: num_heads {num_heads} and num_kv_heads {num_kv_heads} must be at least 1")
-    if not (math.isfinite(eps) and eps >= 0):
-        raise ValueError(f"{name}: eps must be finite and not negative, got {eps}")
+    num_heads, num_kv_heads = as_count(name, "num_heads", num_heads), as_count(name, "num_kv_heads", num_kv_heads)
+    eps = as_eps(name, eps)
     heads = num_heads + 2 * num_kv_heads
     check_shape(name, "qkv", qkv, (None, heads * dim))
     tokens = qkv.shape[0]
@@ -120,8 +117,11 @@ def qk_norm_rope_cache(
         out = place.empty((tokens, num_heads, dim), qkv.dtype)
     else:
         check_out(name, out, (tokens, num_heads, dim), qkv.dtype)
+        check_apart(name, "out", out, qkv=qkv, table=table, k_cache=k_cache, v_cache=v_cache)
     if tokens == 0:
         return out
+    if table.shape[0] == 0:
+        raise ValueError(f"{name}: table has no rows; build it for at least one position")
     if place.kind == "reference":
         return reference.qk_norm_rope_cache(
             qkv,

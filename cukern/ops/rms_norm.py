@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -15,14 +14,16 @@ from cukern.ops._arrays import (
     FLOAT16,
     FLOAT32,
     Array,
+    as_dtype,
     as_rows,
+    check_apart,
     check_dtype,
     check_out,
     check_shape,
     contiguous,
     place_arrays,
 )
-from cukern.ops._rows import Variant, allowed_floats, ceil_div, check_row_length
+from cukern.ops._rows import Variant, allowed_floats, as_eps, ceil_div, check_row_length
 
 __all__ = ["kernel_variants", "rms_norm"]
 
@@ -71,7 +72,8 @@ def rms_norm(
     Raises
     ------
     TypeError, ValueError
-        A wrong dtype or shape, rows of length 0, or an ``eps`` that is negative or not finite.
+        A wrong dtype or shape, rows of length 0, an ``eps`` that is negative or not finite, or an array that is
+        written and shares memory with another argument.
 
     Notes
     -----
@@ -86,12 +88,12 @@ def rms_norm(
         raise ValueError(f"{name}: x has shape {tuple(x.shape)}, expected rows of at least one element")
     rows, columns = as_rows(x)
     check_shape(name, "weight", weight, (columns,))
-    if not (math.isfinite(eps) and eps >= 0):
-        raise ValueError(f"{name}: eps must be finite and not negative, got {eps}")
+    eps = as_eps(name, eps)
     if residual is not None:
         wide = _FLOAT64 if on_host and residual.dtype == _FLOAT64 else FLOAT32
         check_out(name, residual, x.shape, wide, name="residual")
-    wanted = np.dtype(dtype) if dtype is not None else x.dtype if out is None else out.dtype
+        check_apart(name, "residual", residual, x=x, weight=weight)
+    wanted = as_dtype(name, dtype) if dtype is not None else x.dtype if out is None else out.dtype
     if wanted not in ((*_OUTPUTS[FLOAT32], _FLOAT64) if on_host else _OUTPUTS[x.dtype]):
         raise TypeError(
             f"{name}: dtype is {wanted}, expected {', '.join(d.name for d in _OUTPUTS.get(x.dtype, (FLOAT32,)))} "
@@ -101,6 +103,7 @@ def rms_norm(
         out = place.empty(x.shape, wanted)
     else:
         check_out(name, out, x.shape, wanted)
+        check_apart(name, "out", out, same="x", x=x, weight=weight, residual=residual)
     if rows == 0:
         return out
     if on_host:

@@ -8,6 +8,7 @@ from cukern.ops._arrays import (
     CTYPES,
     FLOAT32,
     Array,
+    check_apart,
     check_dtype,
     check_out,
     check_shape,
@@ -47,7 +48,8 @@ def rope(x: Array, positions: Array, table: Array, *, out: Array | None = None) 
     Raises
     ------
     TypeError, ValueError
-        A wrong dtype or shape; for NumPy input also a position outside the table.
+        A wrong dtype or shape, a table without rows, an ``out`` that shares memory with an input (except for all of
+        ``x``); for NumPy input also a position outside the table.
 
     Notes
     -----
@@ -63,10 +65,13 @@ def rope(x: Array, positions: Array, table: Array, *, out: Array | None = None) 
     heads, dim = x.shape[-2:]
     check_shape(name, "positions", positions, x.shape[:-2])
     check_shape(name, "table", table, (None, dim))
+    if x.size and table.shape[0] == 0:
+        raise ValueError(f"{name}: table has no rows; build it for at least one position")
     if out is None:
         out = place.empty(x.shape, x.dtype)
     else:
         check_out(name, out, x.shape, x.dtype)
+        check_apart(name, "out", out, same="x", x=x, positions=positions, table=table)
     if out.size == 0:
         return out
     if place.kind == "reference":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cukern import reference
 from cukern.jit import kernel
-from cukern.ops._arrays import CTYPES, Array, as_rows, check_dtype, check_out, contiguous, place_arrays
+from cukern.ops._arrays import CTYPES, Array, as_rows, check_apart, check_dtype, check_out, contiguous, place_arrays
 from cukern.ops._rows import FLOATS, Variant, allowed_floats, ceil_div, check_row_length, vector_width
 
 __all__ = ["kernel_variants", "swiglu"]
@@ -50,6 +50,7 @@ def swiglu(gate_up: Array, *, out: Array | None = None) -> Array:
         out = place.empty(shape, gate_up.dtype)
     else:
         check_out(name, out, shape, gate_up.dtype)
+        check_apart(name, "out", out, gate_up=gate_up)
     if out.size == 0:
         return out
     if place.kind == "reference":

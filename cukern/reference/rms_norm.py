@@ -25,8 +25,9 @@ def rms_norm(
     With ``residual`` (updated in place) ``residual += x`` first, and the sum is normalised.
     """
     h = widen(x, residual)
-    if residual is not None:
-        residual += h
-        h = widen(residual)
-    mean = np.mean(h * h, axis=-1, keepdims=True)
-    return finish(h / np.sqrt(mean + h.dtype.type(eps)) * widen(weight, h), dtype or x.dtype, out)
+    with np.errstate(over="ignore", invalid="ignore"):  # inf and NaN pass through, as on a GPU
+        if residual is not None:
+            residual += h
+            h = widen(residual)
+        mean = np.mean(h * h, axis=-1, keepdims=True)
+        return finish(h / np.sqrt(mean + h.dtype.type(eps)) * widen(weight, h), dtype or x.dtype, out)

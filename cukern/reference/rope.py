@@ -26,5 +26,6 @@ def rope(x: np.ndarray, positions: np.ndarray, table: np.ndarray, *, out: np.nda
     angles = widen(table, h)[positions][..., None, :]  # the same for every head
     cos, sin = angles[..., :half], angles[..., half:]
     first, second = h[..., :half], h[..., half:]
-    rotated = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    with np.errstate(over="ignore", invalid="ignore"):  # inf and NaN pass through, as on a GPU
+        rotated = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return finish(rotated, x.dtype, out)

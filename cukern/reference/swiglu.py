@@ -14,5 +14,5 @@ def swiglu(gate_up: np.ndarray, *, out: np.ndarray | None = None) -> np.ndarray:
     h = widen(gate_up)
     half = h.shape[-1] // 2
     gate, up = h[..., :half], h[..., half:]
-    with np.errstate(over="ignore"):  # exp(-gate) may be inf: silu is then 0, as it should be
+    with np.errstate(over="ignore", invalid="ignore"):  # exp(-gate) may be inf: silu is then 0, as it should be
         return finish(gate / (1 + np.exp(-gate)) * up, gate_up.dtype, out)
