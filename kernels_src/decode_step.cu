@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   };
   NormWeights norm;
   auto norm_from = [&](const Link &link) {
-    norm_rows(x, groups, norm, eps, [&](int row, int column) { return link.receive_floats((i64)row * HIDDEN + column); });
+    norm_rows(x, groups, norm, eps, [&](int row, int column) { return link.receive_floats<HIDDEN>(row, column); });
   };
 
   u32 tag = launches * LAYERS;  // of the layer before
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     STAMP(2);
     attention.qkv.tag = attention.out.tag = tag;
     multiply<QKV>(stream, unit, x, zeros, partial,
-                  StoreRounded<T>{reinterpret_cast<const float *>(w.qkv_bias), attention.qkv, QKV_SIZE});
+                  StoreRounded<QKV_SIZE, T>{reinterpret_cast<const float *>(w.qkv_bias), attention.qkv});
     STAMP(3);
     sent();
     if (OVERLAY) fetch_first_item(layer);

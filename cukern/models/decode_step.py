@@ -221,7 +221,13 @@ class DecodeStep:
             self._logits = xp.empty((rows, c.vocab_size), np.float32)
             # Between blocks: at most a word of 8 bytes for a float or a pair of halves, never read before it is written
             # in the same launch; zeros bear no valid tag.
-            links = (c.q_size + 2 * c.kv_size) // 2, c.q_size // 2, c.hidden_size, c.intermediate_size // 2, c.hidden_size
+            links = (
+                (c.q_size + 2 * c.kv_size) // 2,
+                c.q_size // 2,
+                c.hidden_size,
+                c.intermediate_size // 2,
+                c.hidden_size,
+            )
             self._links = tuple(xp.zeros((rows, n), np.uint64) for n in links)
             heads = (rows, c.num_attention_heads)
             self._part_words = xp.zeros((*heads, _INLINE_CHUNKS, c.head_dim + _PART_PADDING), np.uint64)

@@ -79,9 +79,8 @@ template <class T> struct Attention {
     if ((int)(threadIdx.x & ~31u) >= (GROUP + 2) * HEAD_LANES) return h;  // the whole warp
     if (h.active) {
       const int from = h.head < GROUP ? i.kv_head * GROUP + h.head : HEADS + (h.head - GROUP) * KV_HEADS + i.kv_head;
-      const i64 source = (i64)i.row * QKV_SIZE + from * HEAD_DIM + h.element;
-      h.first = qkv.receive8<T>(source);
-      h.second = qkv.receive8<T>(source + HEAD_DIM / 2);
+      h.first = qkv.receive8<QKV_SIZE, T>(i.row, from * HEAD_DIM + h.element);
+      h.second = qkv.receive8<QKV_SIZE, T>(i.row, from * HEAD_DIM + h.element + HEAD_DIM / 2);
     }
     const float sum = head_squares(h.first, h.second, HEAD_LANES);
     if (h.active && h.head <= GROUP)
@@ -223,7 +222,7 @@ template <class T> struct Attention {
         if (words) {
           if (t == 0) send_word(sent + HEAD_DIM, __float_as_uint(m[r]), out.tag);
           send_word(sent + HEAD_DIM + 1 + t, __float_as_uint(l[r]), out.tag);
-          if (t == 3) send_word(sent + HEAD_DIM + 5, 0u, out.tag);  // makes a pair
+          if (t < 3) send_word(sent + HEAD_DIM + 5 + t, 0u, out.tag);  // words come in fours
         } else {
           if (t == 0) part_stats[part * 8] = m[r];
           part_stats[part * 8 + 1 + t] = l[r];
@@ -233,10 +232,10 @@ template <class T> struct Attention {
       for (int d = 0; d < 2; ++d) {
         const int at = warp * 16 + d * 8 + column;
         if (whole)
-          out.send_pair<T>(to * HEAD_DIM + at, __fmul_rn(merge.add(0.f, acc[d][2 * r]), norm),
+          out.send_pair<Q_SIZE, T>(i.row, (i.kv_head * GROUP + head) * HEAD_DIM + at, __fmul_rn(merge.add(0.f, acc[d][2 * r]), norm),
                            __fmul_rn(merge.add(0.f, acc[d][2 * r + 1]), norm));
         else if (words)
-          send_words(sent + at, __float_as_uint(acc[d][2 * r]), __float_as_uint(acc[d][2 * r + 1]), out.tag);
+          Link{sent, out.tag}.send_floats<HEAD_DIM>(0, at, acc[d][2 * r], acc[d][2 * r + 1]);
         else
           store_vec(part_acc + part * HEAD_DIM + at, Vec<float, 2>{acc[d][2 * r], acc[d][2 * r + 1]});
       }
@@ -244,15 +243,17 @@ template <class T> struct Attention {
   }
 
   // Statistics (m, l of four lanes) and four accumulators of a chunk.
-  __device__ __forceinline__ void receive_part(i64 head, int chunk, int column, float (&m_l)[6], float (&acc)[4]) const {
+  __device__ __forceinline__ void receive_part(i64 head, int chunk, int column, float (&m_l)[5], float (&acc)[4]) const {
     Vec<float, 4> a, b;
-    if (DIRECT) {
+    if constexpr (DIRECT) {
       const Link part{part_words + (head * INLINE_CHUNKS + chunk) * PART_WORDS, out.tag};
-      u32 v[6];
-      receive_words(v, part.words + HEAD_DIM, part.tag);
+      u32 v[4];
+      receive_words(v, part.words + HEAD_DIM, part.words + HEAD_DIM + 2, part.tag);
 #pragma unroll
-      for (int e = 0; e < 6; ++e) m_l[e] = __uint_as_float(v[e]);
-      a = part.receive_floats(column);
+      for (int e = 0; e < 4; ++e) m_l[e] = __uint_as_float(v[e]);
+      receive_words(v, part.words + HEAD_DIM + 4, part.words + HEAD_DIM + 6, part.tag);
+      m_l[4] = __uint_as_float(v[0]);
+      a = part.receive_floats<HEAD_DIM>(0, column);
     } else {
       const i64 part = head * max_chunks + chunk;
       b = load_vec<float, 4>(part_stats + part * 8);
@@ -271,7 +272,7 @@ template <class T> struct Attention {
     for (int i = threadIdx.x; i < ROWS * (Q_SIZE / 8); i += THREADS) {
       const int row = i / (Q_SIZE / 8), element = i % (Q_SIZE / 8) * 8;
       T *const to = x + row * x_pitch(Q_SIZE) + element;
-      if (rows[row].chunks == 1) store_vec(to, out.template receive8<T>((i64)row * Q_SIZE + element));
+      if (rows[row].chunks == 1) store_vec(to, out.template receive8<Q_SIZE, T>(row, element));
     }
     for (int i = threadIdx.x; i < ROWS * (Q_SIZE / 4); i += THREADS) {
       const int row = i / (Q_SIZE / 4), element = i % (Q_SIZE / 4) * 4;
@@ -282,7 +283,7 @@ template <class T> struct Attention {
       float l[4] = {}, total[4] = {};
 #pragma unroll 1
       for (int chunk = 0; chunk < chunks; ++chunk) {
-        float m_l[6], acc[4];
+        float m_l[5], acc[4];
         receive_part((i64)row * HEADS + element / HEAD_DIM, chunk, element % HEAD_DIM, m_l, acc);
         merge.step(m_l[0], 0.f, c);
 #pragma unroll
@@ -311,7 +312,7 @@ template <class T> struct Attention {
                                              part_stats + (i64)head * max_chunks * 8, chunks, columns, c, M, sum);
       const float neighbour = __shfl_down_sync(0xffffffffu, y, 1);
       if ((int)threadIdx.x < columns && threadIdx.x % 2 == 0)
-        out.send_pair<T>((i64)head * HEAD_DIM + column0 + threadIdx.x, y, neighbour);
+        out.send_pair<Q_SIZE, T>(head / HEADS, head % HEADS * HEAD_DIM + column0 + threadIdx.x, y, neighbour);
     }
   }
 };

@@ -6,53 +6,69 @@
 #include "decode/stream.cuh"
 #include "ptx/exchange.cuh"
 #include "ptx/ldmatrix.cuh"
+#include "ptx/memory.cuh"
 #include "ptx/mma.cuh"
 
 // x in shared memory: ROWS rows of K elements, PAD apart.
 __device__ constexpr int x_pitch(int k) { return k + PAD; }
 
-// Results on their way to other blocks: pairs of T, or floats. With DIRECT they are tagged words, a pair of T or one float in
-// each; else plain arrays of the same elements, behind a barrier.
+// Results on their way to other blocks: rows of N values of T, or of N floats. With DIRECT they are tagged words, a pair of T
+// or one float in each; else plain arrays, behind a barrier. The words of a row lie such that lanes which receive four words
+// each read whole sectors: the even pairs of words, then the odd ones.
 struct Link {
   u64 *words;
   u32 tag;
 
-  template <class T> __device__ __forceinline__ void send_pair(i64 element, float first, float second) const {
+  template <int Words> __device__ __forceinline__ u64 *pair_of_words(int row, int pair) const {
+    static_assert(Words % 4 == 0, "even and odd pairs");
+    return words + (i64)row * Words + ((pair & 1) * (Words / 4) + (pair >> 1)) * 2;
+  }
+  template <int Words> __device__ __forceinline__ void receive(u32 (&payload)[4], int row, int word) const {
+    u64 *const even = pair_of_words<Words>(row, word / 2);
+    receive_words(payload, even, even + Words / 2, tag);
+  }
+
+  template <int N, class T> __device__ __forceinline__ void send_pair(int row, int column, float first, float second) const {
     const u32 pair = pack2<T>(first, second);
-    if (DIRECT)
-      send_word(words + element / 2, pair, tag);
+    if constexpr (DIRECT)
+      send_word(pair_of_words<N / 2>(row, column / 4) + (column / 2 & 1), pair, tag);
     else
-      reinterpret_cast<u32 *>(words)[element / 2] = pair;
+      reinterpret_cast<u32 *>(words)[((i64)row * N + column) / 2] = pair;
   }
-  __device__ __forceinline__ void send_floats(i64 element, float first, float second) const {
-    if (DIRECT)
-      send_words(words + element, __float_as_uint(first), __float_as_uint(second), tag);
+  template <int N> __device__ __forceinline__ void send_floats(int row, int column, float first, float second) const {
+    if constexpr (DIRECT)
+      send_words(pair_of_words<N>(row, column / 2), __float_as_uint(first), __float_as_uint(second), tag);
     else
-      store_vec(reinterpret_cast<float *>(words) + element, Vec<float, 2>{first, second});
+      store_vec(reinterpret_cast<float *>(words) + (i64)row * N + column, Vec<float, 2>{first, second});
   }
-  template <class T> __device__ __forceinline__ Vec<T, 8> receive8(i64 element) const {
-    if (!DIRECT) return load_vec<T, 8>(reinterpret_cast<const T *>(words) + element);
-    u32 pairs[4];
-    receive_words(pairs, words + element / 2, tag);
-    const uint4 raw = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-    return *reinterpret_cast<const Vec<T, 8> *>(&raw);
+  template <int N, class T> __device__ __forceinline__ Vec<T, 8> receive8(int row, int column) const {
+    if constexpr (DIRECT) {
+      u32 v[4];
+      receive<N / 2>(v, row, column / 2);
+      const uint4 raw = make_uint4(v[0], v[1], v[2], v[3]);
+      return *reinterpret_cast<const Vec<T, 8> *>(&raw);
+    } else {
+      return load_vec<T, 8>(reinterpret_cast<const T *>(words) + (i64)row * N + column);
+    }
   }
-  __device__ __forceinline__ Vec<float, 4> receive_floats(i64 element) const {
-    if (!DIRECT) return load_vec<float, 4>(reinterpret_cast<const float *>(words) + element);
-    u32 v[4];
-    receive_words(v, words + element, tag);
-    return Vec<float, 4>{__uint_as_float(v[0]), __uint_as_float(v[1]), __uint_as_float(v[2]), __uint_as_float(v[3])};
+  template <int N> __device__ __forceinline__ Vec<float, 4> receive_floats(int row, int column) const {
+    if constexpr (DIRECT) {
+      u32 v[4];
+      receive<N>(v, row, column);
+      return Vec<float, 4>{__uint_as_float(v[0]), __uint_as_float(v[1]), __uint_as_float(v[2]), __uint_as_float(v[3])};
+    } else {
+      return load_vec<float, 4>(reinterpret_cast<const float *>(words) + (i64)row * N + column);
+    }
   }
 };
 
 // What is done with the finished sums of two neighbouring columns (of GATE_UP: two gates and their ups).
-template <class T> struct StoreRounded {  // T [ROWS, n]
+template <int N, class T> struct StoreRounded {  // T [ROWS, N]
   const float *bias;
   Link out;
-  int n;
   __device__ __forceinline__ void store(float a, float b, int row, int column) const {
-    const LinearOutput<float> linear{bias, nullptr, nullptr, ROWS, n};
-    out.send_pair<T>((i64)row * n + column, linear.finish(a, 0, column), linear.finish(b, 0, column + 1));
+    const LinearOutput<float> linear{bias, nullptr, nullptr, ROWS, N};
+    out.send_pair<N, T>(row, column, linear.finish(a, 0, column), linear.finish(b, 0, column + 1));
   }
 };
 
@@ -75,7 +91,7 @@ template <class T> struct AddToResidual {
     const LinearOutput<float> linear{bias, mine - column, nullptr, ROWS, HIDDEN};
     mine[0] = linear.finish(a, column, column);
     mine[1] = linear.finish(b, column + 1, column + 1);
-    out.send_floats((i64)row * HIDDEN + column, mine[0], mine[1]);
+    out.send_floats<HIDDEN>(row, column, mine[0], mine[1]);
   }
 };
 
@@ -85,7 +101,7 @@ template <class T> struct StoreSwiglu {  // T [ROWS, INTERMEDIATE]
     return silu_mul(to_float(from_float<T>(gate)), to_float(from_float<T>(up)));
   }
   __device__ __forceinline__ void store(float gate_a, float gate_b, float up_a, float up_b, int row, int column) const {
-    out.send_pair<T>((i64)row * INTERMEDIATE + column, swiglu(gate_a, up_a), swiglu(gate_b, up_b));
+    out.send_pair<INTERMEDIATE, T>(row, column, swiglu(gate_a, up_a), swiglu(gate_b, up_b));
   }
 };
 
@@ -94,8 +110,7 @@ template <class T> struct Fragments {
   const T *lane_row;  // this lane's row for ldmatrix at column 0, or zeros
   bool present;
 
-  __device__ __forceinline__ Fragments(const T *x, const T *zeros, int pitch) {
-    const int lane = threadIdx.x & 31;
+  __device__ __forceinline__ Fragments(const T *x, const T *zeros, int pitch, int lane) {
     const int row = ROWS <= 8 ? lane & 7 : lane & 15, piece = ROWS <= 8 ? lane >> 3 : lane >> 4;
     present = row < ROWS;
     lane_row = present ? x + row * pitch + piece * 8 : zeros;
@@ -125,9 +140,11 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
                                          const Out &out) {
   constexpr int K = product_k(P), Segment = product_segment(P), Segments = product_segments(P);
   constexpr bool WholeChunks = K % RING_K == 0;
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, row8 = lane & 7, quarter8 = lane >> 3;
+  u32 self = threadIdx.x;
+  opaque(self);  // what follows from it is not kept in registers from layer to layer
+  const int lane = self & 31, g = lane >> 2, t = lane & 3, row8 = lane & 7, quarter8 = lane >> 3;
   const int first = stream.plan.first[P], units = stream.plan.units[P];
-  const Fragments<T> fragments(x, zeros, x_pitch(K));
+  const Fragments<T> fragments(x, zeros, x_pitch(K), lane);
 
   for (; unit < units; unit += WARPS) {
     const int tile = unit / Segments, k0 = unit % Segments * Segment, end = min(k0 + Segment, K);
@@ -182,7 +199,7 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
   if constexpr (Segments > 1) {
     constexpr int Pairs = P == GATE_UP ? 2 : 4;
     const int tiles = units / Segments;
-    for (int e = threadIdx.x; e < tiles * ROWS * Pairs; e += THREADS) {
+    for (int e = self; e < tiles * ROWS * Pairs; e += THREADS) {
       const int column = e % Pairs * 2, row = e / Pairs % ROWS, tile = e / (Pairs * ROWS);
       const float *const sums = partial + (tile * Segments * ROWS + row) * 8 + column;
       float a = -0.f, b = -0.f, up_a = -0.f, up_b = -0.f;  // -0 is the identity of addition

@@ -24,7 +24,7 @@ struct NormWeights {
 template <class T, class Read>
 __device__ __forceinline__ void norm_rows(T *x, float *groups, const NormWeights &weights, float eps, const Read &read) {
   constexpr int Turns = ceil_div(ROWS, 2);                     // rows of a half
-  constexpr bool Held = Turns * NORM_STEPS <= 8;               // else they are read again
+  constexpr bool Held = Turns * NORM_STEPS <= 4;               // else they are read again
   const int half = threadIdx.x >> 8, lane = threadIdx.x & 255;
   Vec<float, 4> held[Held ? Turns : 1][NORM_STEPS];
 #pragma unroll
@@ -77,6 +77,6 @@ template <int K, class T> __device__ __forceinline__ void load_rows(T *x, const 
 #pragma unroll DIRECT ? 1 : 4
   for (int i = threadIdx.x; i < ROWS * Pieces; i += THREADS) {
     const int row = i / Pieces, piece = i % Pieces;
-    store_vec(x + row * x_pitch(K) + piece * 8, from.receive8<T>((i64)row * K + piece * 8));
+    store_vec(x + row * x_pitch(K) + piece * 8, from.receive8<K, T>(row, piece * 8));
   }
 }

@@ -31,30 +31,29 @@ __device__ __forceinline__ void send_words(u64 *words, u32 first, u32 second, u3
 #endif
 }
 
-// N words (even, 16-byte aligned); returns when all of them bear the tag. Under emulation they must be there already.
-template <int N> __device__ __forceinline__ void receive_words(u32 (&payload)[N], const u64 *words, u32 tag PTX_SITE) {
-  static_assert(N % 2 == 0, "pairs of words");
+// Four words, two neighbours each at two places, 16-byte aligned; returns when all of them bear the tag. Under emulation they
+// must be there already.
+__device__ __forceinline__ void receive_words(u32 (&payload)[4], const u64 *first, const u64 *second, u32 tag PTX_SITE) {
+  u64 w[4];
 #ifdef CUKERN_EMU
-  emu_access(words, N * 8, 0, 16, "receive_words", PTX_HERE);
-  for (int i = 0; i < N; ++i) {
-    if ((u32)(words[i] >> 32) != tag) emu_trap("receive_words: a word that was not sent", PTX_HERE);
-    payload[i] = (u32)words[i];
+  emu_access(first, 16, 0, 16, "receive_words", PTX_HERE);
+  emu_access(second, 16, 0, 16, "receive_words", PTX_HERE);
+  for (int i = 0; i < 4; ++i) {
+    w[i] = i < 2 ? first[i] : second[i - 2];
+    if ((u32)(w[i] >> 32) != tag) emu_trap("receive_words: a word that was not sent", PTX_HERE);
   }
 #else
   bool all;
   do {
-    u64 w[N];
-#pragma unroll
-    for (int i = 0; i < N; i += 2)
-      asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(w[i]), "=l"(w[i + 1]) : "l"(words + i) : "memory");
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(w[0]), "=l"(w[1]) : "l"(first) : "memory");
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(w[2]), "=l"(w[3]) : "l"(second) : "memory");
     all = true;
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      payload[i] = (u32)w[i];
-      all = all && (u32)(w[i] >> 32) == tag;
-    }
+    for (int i = 0; i < 4; ++i) all = all && (u32)(w[i] >> 32) == tag;
   } while (!all);
 #endif
+#pragma unroll
+  for (int i = 0; i < 4; ++i) payload[i] = (u32)w[i];
 }
 
 // Every block, between sending and the first receive of what others send: nothing on a GPU. Under emulation, where blocks do
