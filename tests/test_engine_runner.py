@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from cukern.engine.drawing import Flavour, draw, sampling_arrays
 from cukern.engine.params import ResolvedSampling
 from cukern.engine.runner import Runner, Staging
 from cukern.engine.scheduler import StepPlan
@@ -25,7 +26,7 @@ def request(tokens, computed, blocks, **sampling) -> Sequence:
 
 def layout(plan: StepPlan) -> dict[str, np.ndarray]:
     model = SimpleNamespace(device=SimpleNamespace(kind="cpu"))
-    return Runner(model, SimpleNamespace(block_size=4))._layout(plan, plan.sampled)
+    return Runner(model, SimpleNamespace(block_size=4))._layout(plan)
 
 
 def test_layout_of_prompts():
@@ -40,13 +41,14 @@ def test_layout_of_prompts():
     assert got["seq_lens"].tolist() == [6, 3, 4]
     assert got["block_tables"].tolist() == [[7, 2], [5, 0], [1, 3]]
     assert got["logits_indices"].tolist() == [5, 7]
+    assert got["draw_positions"].tolist() == [6, 3]
+    got |= sampling_arrays([first.sampling, second.sampling])
     assert got["temperature"].tolist() == [0.5, 0.0]
     assert got["logprob_temperature"].tolist() == [0.5, 1.0]
     assert got["seed"].tolist() == [9, 0]
-    assert got["position"].tolist() == [6, 3]  # of the tokens to be drawn
     assert got["top_k"].tolist() == [3, 0]
     assert {n: a.dtype.name for n, a in got.items()} == {
-        "slot_mapping": "int64", "logits_indices": "int64", "seed": "uint64", "position": "int64",
+        "slot_mapping": "int64", "logits_indices": "int64", "seed": "uint64", "draw_positions": "int64",
         "token_ids": "int32", "positions": "int32", "cu_seqlens_q": "int32", "seq_lens": "int32",
         "block_tables": "int32", "top_k": "int32", "temperature": "float32", "logprob_temperature": "float32",
         "top_p": "float32", "min_p": "float32",
@@ -67,19 +69,22 @@ def test_layout_of_a_decode_step():
     ("sampling", "expected"),
     [
         ([{"temperature": 0.0}, {"temperature": 0.0, "top_k": 4}], None),  # greedy: no draw at all
-        ([{"temperature": 1.0}, {"temperature": 0.0}], {"top_k": 0, "top_p": 1.0, "min_p": 0.0}),
-        ([{"temperature": 1.0, "top_k": 5}, {"temperature": 1.0}], {"top_k": [5, 0], "top_p": 1.0, "min_p": 0.0}),
-        ([{"temperature": 1.0, "min_p": 0.5, "top_p": 0.5}], {"top_k": 0, "top_p": [0.5], "min_p": [0.5]}),
+        ([{"temperature": 1.0}, {"temperature": 0.0}], {"min_p": [0.0, 0.0]}),
+        ([{"temperature": 1.0, "top_k": 5}, {"temperature": 1.0}],
+         {"min_p": [0.0, 0.0], "top_k": [5, 0], "top_p": [1.0, 1.0]}),
+        ([{"temperature": 1.0, "min_p": 0.5}], {"min_p": [0.5]}),
     ],
-)
-def test_filters_that_no_row_uses_are_left_out(monkeypatch, sampling, expected):
+)  # fmt: skip
+def test_filters_that_no_row_uses_are_left_out(sampling, expected):
     seen = []
-    monkeypatch.setattr("cukern.reference.sample", lambda logits, **options: seen.append(options) or np.zeros(9))
-    plan = StepPlan([request([1], 0, [0], **s) for s in sampling], [1] * len(sampling), is_decode=True)
-    runner = Runner(SimpleNamespace(device=SimpleNamespace(kind="cpu")), SimpleNamespace(block_size=4))
-    host = runner._layout(plan, plan.sampled)
-    runner._draw(np.zeros((len(sampling), 7), np.float32), host, host, [False])
-    got = [{n: np.asarray(o[n]).tolist() for n in ("top_k", "top_p", "min_p")} for o in seen]
+    ops = SimpleNamespace(
+        argmax=lambda logits: np.zeros(len(logits)),
+        sample=lambda logits, **options: seen.append(options) or np.zeros(len(logits)),
+    )
+    params = [request([1], 0, [0], **s).sampling for s in sampling]
+    at = sampling_arrays(params) | {"draw_positions": np.ones(len(params), np.int64)}
+    draw(ops, np.zeros((len(sampling), 7), np.float32), at, Flavour.of(params))
+    got = [{n: o[n].tolist() for n in o.keys() & {"top_k", "top_p", "min_p"}} for o in seen]
     assert got == ([] if expected is None else [expected])
 
 

@@ -9,7 +9,7 @@ import pytest
 from cukern.engine.blocks import BlockPool, blocks_for
 from cukern.engine.params import ResolvedSampling
 from cukern.engine.scheduler import Scheduler
-from cukern.engine.sequence import Sequence
+from cukern.engine.sequence import Drawn, Sequence
 
 
 def request(number: int, prompt: int, max_tokens: int = 8) -> Sequence:
@@ -26,7 +26,7 @@ def advance(scheduler: Scheduler):
     plan = scheduler.schedule()
     if plan is not None:
         drawn = [len(plan.sequences[i].tokens) for i in plan.sampled]
-        scheduler.update(plan, drawn, [None] * len(drawn))
+        scheduler.update(plan, map(Drawn, drawn))
     return plan
 
 

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from cukern.engine.blocks import BlockPool, blocks_for
-from cukern.engine.runner import Runner
+from cukern.engine.decode import DecodeLoop
+from cukern.engine.runner import OwnStream, Runner
 from cukern.engine.scheduler import Scheduler
 from cukern.engine.sequence import Sequence
 
@@ -92,9 +93,9 @@ def _free_gpu_bytes(model: Any) -> int:
 
 def _activation_bytes(config: Any, tokens: int, rows: int) -> int:
     """Upper estimate of what one step allocates: residual, projections, MLP, and the float32 logits with the
-    sampler's copies."""
+    sampler's copies; the last both for prompts and for captured decoding steps, which keep their own."""
     per_token = 12 * config.hidden_size + 4 * (config.q_size + 2 * config.kv_size) + 6 * config.intermediate_size
-    return 2 * tokens * per_token + 3 * 4 * rows * config.vocab_size
+    return 2 * (tokens + rows) * per_token + 2 * 3 * 4 * rows * config.vocab_size
 
 
 class Engine:
@@ -105,20 +106,55 @@ class Engine:
     model : cukern.Qwen3
     num_blocks, block_size, max_num_seqs, max_batched_tokens : int
         See `LLM`.
+    max_model_len : int, optional
+        Longest sequence; the model's positions by default.
+    cuda_graphs : bool
+        On a GPU, decode by CUDA graphs with a step queued ahead; otherwise launch one operator after another. Results
+        are the same, bit for bit.
     """
 
     def __init__(
-        self, model: Any, *, num_blocks: int, block_size: int, max_num_seqs: int, max_batched_tokens: int
+        self,
+        model: Any,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_batched_tokens: int,
+        max_model_len: int | None = None,
+        cuda_graphs: bool = True,
     ) -> None:
         self.model = model
         self.cache = model.new_cache(num_blocks, block_size)
         self.pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(self.pool, max_num_seqs, max_batched_tokens)
         self._runner = Runner(model, self.cache)
+        self._stream = OwnStream(model.device)
+        self._loop: DecodeLoop | None = None
+        self._max_model_len = max_model_len
+        self._no_graphs = _graphs_problem(model, cuda_graphs)
+        self._steps = 0
         self._next_number = 0
         self._process = os.getpid()
         self._stepping = False
         self._dropped_meanwhile: list[Sequence] = []
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """Counts since the start: ``steps`` in all; ``decode_steps`` of the fixed-buffer decoding loop, ``replayed`` of
+        them as CUDA graphs, ``loads`` of batches into it, ``graphs`` that are kept; ``preempted`` requests; and
+        ``cuda_graphs``, "on" or why they are not used."""
+        loop = self._loop
+        problem = self._no_graphs or (loop.problem if loop else None)
+        return {
+            "steps": self._steps,
+            "decode_steps": loop.steps if loop else 0,
+            "replayed": loop.replayed if loop else 0,
+            "loads": loop.loads if loop else 0,
+            "graphs": loop.num_graphs if loop else 0,
+            "preempted": self.scheduler.num_preempted,
+            "cuda_graphs": problem or "on",
+        }
 
     def next_number(self) -> int:
         """Number of the next request."""
@@ -134,20 +170,22 @@ class Engine:
     def step(self) -> bool:
         """Compute one step: plan on the host, run on the device, book on the host. False when there was nothing to do.
 
-        An exception (KeyboardInterrupt included) leaves the engine usable: no block is lost, and the requests that
-        are not dropped by their owner are computed again from the same point.
+        With CUDA graphs the step after it is queued before this one is booked. An exception (KeyboardInterrupt
+        included) leaves the engine usable: no block is lost, and the requests that are not dropped by their owner are
+        computed again from the same point.
         """
         self.check_process()
         if self._stepping:
             raise RuntimeError("the engine is in the middle of a step; use one LLM from one thread at a time")
         self._stepping = True
         try:
-            plan = self.scheduler.schedule()
-            if plan is None:
-                return False
-            self.scheduler.update(plan, *self._runner.run(plan))
-            return True
+            with self._stream.use():
+                worked = self._advance()
+            self._steps += worked
+            return worked
         except BaseException as error:
+            if self._loop is not None:
+                self._loop.forget()
             self.scheduler.recover()
             if not os.environ.get("CUKERN_DEBUG"):
                 # A kept traceback (sys.last_value in a notebook) would keep the step's activations alive.
@@ -158,6 +196,56 @@ class Engine:
             dropped, self._dropped_meanwhile = self._dropped_meanwhile, []
             if dropped:
                 self.scheduler.recover(dropped)
+                self._leave_loop()
+
+    def _advance(self) -> bool:
+        loop = self._loop
+        if loop is not None and loop.program is not None:
+            if self.scheduler.wants_prompts():
+                loop.stale = True
+            loop.extend()
+            if loop.busy:
+                self._book(loop)
+                return True
+            loop.forget()
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return False
+        if plan.is_decode and self._no_graphs is None:
+            self._loop = self._loop or DecodeLoop(
+                self.model,
+                self.cache,
+                self.pool,
+                max_num_seqs=self.scheduler.max_num_seqs,
+                max_model_len=self._max_model_len or self.model.max_positions,
+                capture=True,
+            )
+        if plan.is_decode and self._loop is not None:
+            self._loop.load(plan)
+            self._loop.extend()
+            self._book(self._loop)
+        else:
+            self.scheduler.update(plan, self._runner.run(plan))
+        return True
+
+    def _book(self, loop: DecodeLoop) -> None:
+        self.scheduler.update(*loop.collect())
+        loop.settle()
+        if self.scheduler.idle:
+            loop.wait()
+
+    def _leave_loop(self) -> None:
+        """Requests were taken away from outside."""
+        if self._loop is None or self._loop.program is None:
+            return
+        self._loop.stale = True
+        if self.scheduler.idle:
+            self._loop.wait()
+
+    def close(self) -> None:
+        """Wait until nothing runs on the GPU any more; called before the memory is given up."""
+        if self._loop is not None:
+            self._loop.wait()
 
     def drop(self, sequences: Iterable[Sequence]) -> None:
         """Forget requests and free their blocks at once; finished ones are left alone."""
@@ -171,6 +259,8 @@ class Engine:
             except BaseException:
                 self.scheduler.recover(doomed)
                 raise
+            if doomed:
+                self._leave_loop()
         for sequence in doomed:
             sequence.finish("abort")
 
@@ -181,3 +271,10 @@ class Engine:
                 "this LLM was made in another process: a GPU cannot be used across fork; start workers with "
                 "multiprocessing.get_context('spawn') and make the LLM in the worker"
             )
+
+
+def _graphs_problem(model: Any, wanted: bool) -> str | None:
+    """Why decoding does not use CUDA graphs, or None."""
+    if model.device.kind != "cuda":
+        return f"not on a GPU ({model.device})"
+    return None if wanted else "switched off (cuda_graphs=False)"

@@ -48,6 +48,9 @@ class LLM:
         Tokens per block: 16, 32, 64, 128 or 256.
     max_batched_tokens : int
         Most prompt tokens in one step.
+    cuda_graphs : bool
+        On a GPU, decode by CUDA graphs, with the next step queued before the host looks at the last one;
+        ``engine.stats`` says whether they are in use. Results are the same without, bit for bit.
     tokenizer : str, path or Tokenizer, optional
         Where the tokenizer is, if not in the checkpoint. Without any, prompts are token ids and completions have no
         text.
@@ -56,7 +59,8 @@ class LLM:
     -----
     Requests of any length share one block pool; when it runs dry the youngest request is pre-empted and computed
     again later with the same result. Results do not depend on what else is in the batch. One LLM is for one thread at
-    a time, and for the process that made it.
+    a time, and for the process that made it. Edit weights while no request runs: a step that is queued ahead may still
+    read the old ones.
 
     Raises
     ------
@@ -76,6 +80,7 @@ class LLM:
         kv_memory: int | None = None,
         block_size: int = 64,
         max_batched_tokens: int = 8192,
+        cuda_graphs: bool = True,
         tokenizer: str | Path | Tokenizer | None = None,
     ) -> None:
         from cukern.models import Qwen3, resolve_checkpoint
@@ -111,6 +116,8 @@ class LLM:
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             max_batched_tokens=max_batched_tokens,
+            max_model_len=self.max_model_len,
+            cuda_graphs=cuda_graphs,
         )
 
     def _read_defaults(self, folder: Path | None) -> GenerationDefaults:
@@ -332,6 +339,8 @@ class LLM:
 
     def close(self) -> None:
         """Free the KV cache and let go of the model; streams still open end with an error."""
+        if self._engine is not None:
+            self._engine.close()
         self._engine = None
         self.__dict__.pop("model", None)
 

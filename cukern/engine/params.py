@@ -11,6 +11,8 @@ from typing import Any
 __all__ = ["GenerationDefaults", "ResolvedSampling", "SamplingParams"]
 
 MAX_SEED = 2**63 - 1
+MAX_BIASED = 1024
+MAX_TOP_LOGPROBS = 20
 DEFAULT_MAX_TOKENS = 256
 
 
@@ -39,8 +41,10 @@ class SamplingParams:
     """How the next token is chosen and when generation ends.
 
     A field left at None takes the checkpoint's own value from generation_config.json, else the value that switches it
-    off. A token is drawn from softmax(logits / temperature), narrowed in the order of Hugging Face transformers: top-k,
-    then top-p on what top-k has left, then min-p (see `cukern.ops.sample`).
+    off. The logits are changed in this order: ``logit_bias``, ``repetition_penalty``, ``frequency_penalty`` and
+    ``presence_penalty`` (see `cukern.ops.apply_penalties`). A token is then drawn from softmax(logits / temperature),
+    narrowed in the order of Hugging Face transformers: top-k, then top-p on what top-k has left, then min-p (see
+    `cukern.ops.sample`). Greedy decoding takes the largest of the changed logits.
 
     Parameters
     ----------
@@ -54,6 +58,15 @@ class SamplingParams:
         In (0, 1]. Keep the smallest set of likeliest tokens whose probabilities reach top_p; 1 switches it off.
     min_p : float, optional
         In [0, 1). Keep tokens at least min_p times as likely as the likeliest; 0 switches it off.
+    repetition_penalty : float, optional
+        Positive; 1 switches it off. As in Hugging Face transformers: the logit of every token that occurs in the prompt
+        or in the output so far is divided by it where positive and multiplied by it where negative, once.
+    presence_penalty : float
+        In [-2, 2]. As in OpenAI's API: subtracted from the logit of every token that the output holds.
+    frequency_penalty : float
+        In [-2, 2]. As in OpenAI's API: subtracted once for every time that the token occurs in the output.
+    logit_bias : mapping of int to float
+        Token id to a number in [-100, 100] that is added to its logit; at most 1024 tokens.
     seed : int, optional
         In [0, 2**63). Same seed, prompt and model: same tokens, whatever else is in the batch. None draws a fresh
         seed, which the completion reports.
@@ -67,9 +80,11 @@ class SamplingParams:
         Go on past the checkpoint's end-of-sequence tokens.
     logprobs : bool
         Return the log-probability of each chosen token, a natural logarithm:
-        ``log_softmax(logits / temperature)[token]``, at the sampling temperature (1 for greedy) and **before** top-k,
-        top-p and min-p, so that it is never renormalised over the kept set and a trainer that divides its logits by
-        the same temperature gets the same number.
+        ``log_softmax(logits / temperature)[token]``, at the sampling temperature (1 for greedy) and **before** bias,
+        penalties, top-k, top-p and min-p, so that it is never renormalised over the kept set and a trainer that divides
+        its logits by the same temperature gets the same number.
+    top_logprobs : int
+        Return the n likeliest tokens of every position with their log-probabilities (of the same kind), n <= 20.
 
     Raises
     ------
@@ -87,6 +102,11 @@ class SamplingParams:
     stop_token_ids: Iterable[int] = ()
     ignore_eos: bool = False
     logprobs: bool = False
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         if self.temperature is not None and _real("temperature", self.temperature, ">= 0") < 0:
@@ -97,6 +117,14 @@ class SamplingParams:
             raise ValueError(f"SamplingParams: top_p must be in (0, 1] (1 is off), got {self.top_p!r}")
         if self.min_p is not None and not 0.0 <= _real("min_p", self.min_p, "in [0, 1)") < 1.0:
             raise ValueError(f"SamplingParams: min_p must be in [0, 1) (0 is off), got {self.min_p!r}")
+        repetition = self.repetition_penalty
+        if repetition is not None and not _real("repetition_penalty", repetition, "> 0") > 0.0:
+            raise ValueError(f"SamplingParams: repetition_penalty must be > 0 (1 is off), got {repetition!r}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2.0 <= _real(name, getattr(self, name), "in [-2, 2]") <= 2.0:
+                raise ValueError(f"SamplingParams: {name} must be in [-2, 2] (0 is off), got {getattr(self, name)!r}")
+        if not 0 <= _integer("top_logprobs", self.top_logprobs, f"0 to {MAX_TOP_LOGPROBS}") <= MAX_TOP_LOGPROBS:
+            raise ValueError(f"SamplingParams: top_logprobs must be 0 to {MAX_TOP_LOGPROBS}, got {self.top_logprobs!r}")
         if self.seed is not None and not 0 <= _integer("seed", self.seed, "in [0, 2**63)") <= MAX_SEED:
             raise ValueError(f"SamplingParams: seed must be in [0, 2**63), got {self.seed!r}")
         if self.max_tokens is not None and _integer("max_tokens", self.max_tokens, ">= 0, or None") < 0:
@@ -105,6 +133,7 @@ class SamplingParams:
             )
         object.__setattr__(self, "stop", self._stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", self._stop_ids(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", self._biases(self.logit_bias))
         _flag("ignore_eos", self.ignore_eos)
         _flag("logprobs", self.logprobs)
 
@@ -129,6 +158,23 @@ class SamplingParams:
             raise ValueError(f"SamplingParams: stop_token_ids must be >= 0, got {negative[0]}")
         return checked
 
+    @staticmethod
+    def _biases(bias: Any) -> dict[int, float]:
+        if bias is None:
+            return {}
+        if not isinstance(bias, Mapping):
+            raise TypeError(f"SamplingParams: logit_bias must map token ids to numbers, got {type(bias).__name__}")
+        if len(bias) > MAX_BIASED:
+            raise ValueError(f"SamplingParams: logit_bias has {len(bias)} tokens, at most {MAX_BIASED} are supported")
+        checked = {}
+        for token, value in bias.items():
+            if _integer("logit_bias", token, "token ids >= 0") < 0:
+                raise ValueError(f"SamplingParams: logit_bias has token id {token!r}, it must be >= 0")
+            if not -100.0 <= _real("logit_bias", value, "in [-100, 100]") <= 100.0:
+                raise ValueError(f"SamplingParams: logit_bias of token {token} must be in [-100, 100], got {value!r}")
+            checked[int(token)] = float(value)
+        return checked
+
 
 @dataclass(frozen=True)
 class ResolvedSampling:
@@ -143,6 +189,16 @@ class ResolvedSampling:
     stop: tuple[str, ...]
     stop_token_ids: frozenset[int]
     logprobs: bool
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    top_logprobs: int = 0
+
+    @property
+    def penalized(self) -> bool:
+        """A penalty is on, so that the tokens so far change the logits."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 @dataclass(frozen=True)
@@ -153,8 +209,8 @@ class GenerationDefaults:
     ----------
     eos_token_ids : tuple of int
         End-of-sequence tokens; empty if the checkpoint names none.
-    temperature, top_k, top_p, min_p
-        As in SamplingParams; temperature is None unless ``do_sample`` is true.
+    temperature, top_k, top_p, min_p, repetition_penalty
+        As in SamplingParams; the first four are None unless ``do_sample`` is true.
     """
 
     eos_token_ids: tuple[int, ...] = ()
@@ -162,6 +218,7 @@ class GenerationDefaults:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
     source: str = field(default="generation_config.json", compare=False)
 
     @classmethod
@@ -190,15 +247,16 @@ class GenerationDefaults:
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
             raise ValueError(f"{source}: eos_token_id must be a token id or a list of them, got {eos!r}")
         values: dict[str, Any] = {name: generation.get(name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        repetition: Any = generation.get("repetition_penalty")
         try:
-            SamplingParams(**values)
+            SamplingParams(**values, repetition_penalty=repetition)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{source}: {str(error).removeprefix('SamplingParams: ')}") from None
         if not generation.get("do_sample", False):
             values = dict.fromkeys(values)
         elif values["temperature"] is None:
             values["temperature"] = 1.0
-        return cls(eos_token_ids=ids, source=source, **values)
+        return cls(eos_token_ids=ids, source=source, repetition_penalty=repetition, **values)
 
     def resolve(self, params: SamplingParams, *, vocab_size: int, room: int, fresh_seed: int) -> ResolvedSampling:
         """Fill in the defaults for one request.
@@ -207,7 +265,7 @@ class GenerationDefaults:
         ----------
         params : SamplingParams
         vocab_size : int
-            Stop token ids are checked against it; top_k at or above it is off.
+            Token ids are checked against it; top_k at or above it is off.
         room : int
             Tokens that fit behind the prompt; what ``max_tokens=None`` means.
         fresh_seed : int
@@ -216,13 +274,15 @@ class GenerationDefaults:
         Raises
         ------
         ValueError
-            A stop token id is outside the vocabulary.
+            A token id is outside the vocabulary.
         """
-        outside = [i for i in params.stop_token_ids if i >= vocab_size]
-        if outside:
-            raise ValueError(
-                f"SamplingParams: stop_token_ids has {outside[0]}, outside the vocabulary of {vocab_size} tokens"
-            )
+        bias = params.logit_bias or {}
+        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", bias)):
+            outside = [i for i in ids if i >= vocab_size]
+            if outside:
+                raise ValueError(
+                    f"SamplingParams: {name} has {outside[0]}, outside the vocabulary of {vocab_size} tokens"
+                )
         narrowed = any(value is not None for value in (params.top_k, params.top_p, params.min_p))
         temperature = params.temperature
         if temperature is None:
@@ -241,6 +301,11 @@ class GenerationDefaults:
             stop=tuple(params.stop),
             stop_token_ids=ends,
             logprobs=params.logprobs,
+            repetition_penalty=float(_first(params.repetition_penalty, self.repetition_penalty, 1.0)),
+            presence_penalty=float(params.presence_penalty),
+            frequency_penalty=float(params.frequency_penalty),
+            logit_bias=tuple(bias.items()),
+            top_logprobs=min(int(params.top_logprobs), vocab_size),
         )
 
 

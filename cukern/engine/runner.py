@@ -2,16 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
+from cukern.engine.drawing import Flavour, collect, draw, history_arrays, operators, sampling_arrays
 from cukern.engine.scheduler import StepPlan
+from cukern.engine.sequence import Drawn
 
-__all__ = ["Runner", "Staging"]
+__all__ = ["OwnStream", "Runner", "Staging"]
 
-_FILTERS_OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 _ALIGN = 256  # bytes; what a freshly allocated device array has
+
+
+class OwnStream:
+    """The CUDA stream of an engine: all its work is in one order, and a graph can be captured on it.
+
+    Parameters
+    ----------
+    device : cukern.models.device.Device
+    """
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._stream: Any = None
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """Make it the current stream, behind what the caller has queued so far (an edit of a weight)."""
+        if self._device.kind != "cuda":
+            yield
+            return
+        import cupy
+
+        with self._device.context():
+            if self._stream is None:
+                self._stream = cupy.cuda.Stream(non_blocking=True)
+            callers = cupy.cuda.get_current_stream()
+            if not callers.done:
+                self._stream.wait_event(callers.record())
+            with self._stream:
+                yield
 
 
 class Staging:
@@ -75,18 +108,20 @@ class Runner:
         self.cache = cache
         self._staging = Staging(model.device)
 
-    def run(self, plan: StepPlan) -> tuple[list[int], list[float | None]]:
-        """Compute a step and return, for each of ``plan.sampled``, the drawn token and its log-probability (None if
-        not asked).
+    def run(self, plan: StepPlan) -> list[Drawn]:
+        """Compute a step and return what was drawn for each of ``plan.sampled``.
 
-        The host only prepares and collects: between the upload and the two small copies back nothing waits for it.
+        The host only prepares and collects: between the upload and the small copies back nothing waits for it.
         """
         from cukern.models import ForwardBatch
 
-        sampled = plan.sampled
-        host = self._layout(plan, sampled)
-        max_query_len = max(plan.counts)
-        with self.model.device.context():
+        rows = [plan.sequences[i] for i in plan.sampled]
+        params = [s.sampling for s in rows]
+        flavour = Flavour.of(params)
+        host = self._layout(plan) | sampling_arrays(params)
+        if flavour.penalties:
+            host |= history_arrays(rows)
+        with self.model.device.running():
             at = self._staging.upload(host)
             batch = ForwardBatch(
                 token_ids=at["token_ids"],
@@ -95,41 +130,20 @@ class Runner:
                 cu_seqlens_q=at["cu_seqlens_q"],
                 seq_lens=at["seq_lens"],
                 block_tables=at["block_tables"],
-                max_query_len=max_query_len,
+                max_query_len=max(plan.counts),
                 logits_indices=at["logits_indices"],
                 is_decode=plan.is_decode,
             )
             logits = self.model.forward(batch, self.cache)
-            if not sampled:
-                return [], []
-            tokens, logprobs = self._draw(logits, host, at, [plan.sequences[i].sampling.logprobs for i in sampled])
+            if not rows:
+                return []
+            tokens, logprobs, top = draw(operators(self.model), logits, at, flavour)
             get = self.model.device.get
-            drawn = [int(t) for t in get(tokens)]
-            if logprobs is None:
-                return drawn, [None] * len(drawn)
-            values = get(logprobs)
-        wanted = [plan.sequences[i].sampling.logprobs for i in sampled]
-        return drawn, [float(v) if w else None for v, w in zip(values, wanted)]
+            scores = None if logprobs is None else get(logprobs)
+            return collect(params, get(tokens), scores, None if top is None else (get(top[0]), get(top[1])))
 
-    def _draw(
-        self, logits: Any, host: dict[str, np.ndarray], at: dict[str, Any], wanted: list[bool]
-    ) -> tuple[Any, Any]:
-        ops = _operators(self.model)
-        if (host["temperature"] == 0).all():
-            tokens = ops.argmax(logits)
-        else:
-            # A filter that no row uses goes as a number, so that the sampler can leave its pass out.
-            filters = {n: at[n] if (host[n] != off).any() else off for n, off in _FILTERS_OFF.items()}
-            tokens = ops.sample(
-                logits, temperature=at["temperature"], seed=at["seed"], position=at["position"], **filters
-            )
-        if not any(wanted):
-            return tokens, None
-        return tokens, ops.token_logprobs(logits, tokens, at["logprob_temperature"])
-
-    def _layout(self, plan: StepPlan, sampled: list[int]) -> dict[str, np.ndarray]:
-        """The step as packed host arrays (see ForwardBatch), and the sampling parameters of the rows that get a
-        token."""
+    def _layout(self, plan: StepPlan) -> dict[str, np.ndarray]:
+        """The step as packed host arrays (see ForwardBatch), and the positions of the tokens to be drawn."""
         size = self.cache.block_size
         counts = np.array(plan.counts, np.int64)
         starts = np.array([s.num_computed for s in plan.sequences], np.int64)
@@ -148,33 +162,14 @@ class Runner:
             np.int32,
             int(cu_seqlens[-1]),
         )
-        params = [plan.sequences[i].sampling for i in sampled]
-        temperature = np.array([p.temperature for p in params], np.float32)
         return {
             "slot_mapping": slots,
-            "logits_indices": cu_seqlens[1:][sampled] - 1,
-            "seed": np.array([p.seed for p in params], np.uint64),
+            "logits_indices": cu_seqlens[1:][plan.sampled] - 1,
             # The token's own position in its sequence: the same noise however the sequence got here.
-            "position": ends[sampled],
+            "draw_positions": ends[plan.sampled],
             "token_ids": tokens,
             "positions": positions.astype(np.int32),
             "cu_seqlens_q": cu_seqlens.astype(np.int32),
             "seq_lens": ends.astype(np.int32),
             "block_tables": tables,
-            "temperature": temperature,
-            "logprob_temperature": np.where(temperature > 0, temperature, np.float32(1)),
-            "top_k": np.array([p.top_k for p in params], np.int32),
-            "top_p": np.array([p.top_p for p in params], np.float32),
-            "min_p": np.array([p.min_p for p in params], np.float32),
         }
-
-
-def _operators(model: Any) -> Any:
-    """The reference for a CPU model, whatever the user has switched on, else the operators."""
-    if model.device.kind == "cpu":
-        from cukern import reference
-
-        return reference
-    from cukern import ops
-
-    return ops

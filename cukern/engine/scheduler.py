@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from cukern.engine.blocks import BlockPool, blocks_for
-from cukern.engine.sequence import Sequence
+from cukern.engine.sequence import Drawn, Sequence
 
 __all__ = ["Scheduler", "StepPlan"]
 
@@ -89,6 +89,17 @@ class Scheduler:
         """Plan the next step and take the blocks that it writes; None when there is nothing to do."""
         return self._prefill() or self._decode()
 
+    def wants_prompts(self) -> bool:
+        """A prompt would be computed in the next step, rather than one token of every running request."""
+        if any(s.num_pending > 1 for s in self.running):
+            return True
+        return bool(self.waiting) and len(self.running) < self.max_num_seqs and self._room(self.waiting[0])
+
+    def _room(self, sequence: Sequence) -> bool:
+        """Its blocks are free. One block a running request stays free, so that admission causes no pre-emption at
+        once."""
+        return blocks_for(len(sequence.tokens), self.pool.block_size) + len(self.running) <= self.pool.num_free
+
     def _prefill(self) -> StepPlan | None:
         budget = self.max_batched_tokens
         sequences: list[Sequence] = []
@@ -100,9 +111,7 @@ class Scheduler:
                 budget -= counts[-1]
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             sequence = self.waiting[0]
-            # One block a running request stays free, so that admission does not cause a pre-emption at once.
-            need = blocks_for(len(sequence.tokens), self.pool.block_size) + len(self.running)
-            if need > self.pool.num_free or not self.pool.grow(sequence.blocks, len(sequence.tokens)):
+            if not self._room(sequence) or not self.pool.grow(sequence.blocks, len(sequence.tokens)):
                 break
             self.running.append(sequence)
             self.waiting.popleft()
@@ -132,15 +141,15 @@ class Scheduler:
         sequence.num_computed = 0
         self.num_preempted += 1
 
-    def update(self, plan: StepPlan, tokens: list[int], logprobs: list[float | None]) -> None:
+    def update(self, plan: StepPlan, drawn: Iterable[Drawn]) -> None:
         """Book the results of a step: one token for each of ``plan.sampled``; finished requests give up their
         blocks."""
-        drawn = iter(zip(tokens, logprobs))
+        tokens = iter(drawn)
         sampled = set(plan.sampled)
         for i, (sequence, count) in enumerate(zip(plan.sequences, plan.counts)):
             computed = sequence.num_computed + count
             if i in sampled:
-                sequence.append(*next(drawn))
+                sequence.append(next(tokens))
             sequence.num_computed = computed  # after the token: an interruption in between only computes it again
             if sequence.finish_reason is not None:
                 self.remove(sequence)
@@ -151,6 +160,7 @@ class Scheduler:
             self._live.pop(sequence.number, None)
         live = sorted(self._live.values(), key=lambda s: s.number)
         for sequence in live:
+            sequence.forget_history()
             # Blocks are handed out before they are struck off the free list; a request caught before its admission
             # gives them back.
             if sequence not in self.running:

@@ -9,7 +9,7 @@ from typing import Literal
 from cukern.engine.params import ResolvedSampling
 from cukern.engine.text import ByteDetokenizer, StopMatcher, WindowDetokenizer
 
-__all__ = ["Completion", "FinishReason", "Sequence"]
+__all__ = ["Completion", "Drawn", "FinishReason", "Sequence"]
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -33,6 +33,8 @@ class Completion:
     prompt_token_ids : list of int
     seed : int or None
         The seed that was used; None for greedy. The same seed gives the same tokens again.
+    top_logprobs : list of list of (int, float), or None
+        For each token of ``token_ids`` the likeliest tokens and their log-probabilities, descending, where asked for.
     """
 
     text: str
@@ -42,6 +44,16 @@ class Completion:
     logprobs: list[float] | None
     prompt_token_ids: list[int]
     seed: int | None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One drawn token, and what was asked for about it."""
+
+    token: int
+    logprob: float | None = None
+    top: list[tuple[int, float]] | None = None
 
 
 class Sequence:
@@ -71,12 +83,14 @@ class Sequence:
         self.num_computed = 0  # tokens whose keys and values are in the cache
         self.blocks: list[int] = []
         self.logprobs: list[float] = []
+        self.top_logprobs: list[list[tuple[int, float]]] = []
         self.pieces: deque[str] = deque()  # text not yet collected by a stream
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self._text: list[str] = []
         self._detokenizer = detokenizer
         self._stops = StopMatcher(sampling.stop)
+        self.forget_history()
 
     @property
     def num_generated(self) -> int:
@@ -87,11 +101,29 @@ class Sequence:
         """Tokens not yet in the cache: 1 while decoding, more in a prompt, 0 only when finished."""
         return len(self.tokens) - self.num_computed
 
-    def append(self, token: int, logprob: float | None) -> None:
+    def history(self) -> dict[int, int]:
+        """How often each token occurs in the output, in order of first occurrence; with a repetition penalty the
+        prompt's tokens come first, with a count of 0 until they are generated."""
+        counts = self._history
+        for token in self.tokens[self._counted :]:
+            counts[token] = counts.get(token, 0) + (self._counted >= self.num_prompt)
+            self._counted += 1
+        return counts
+
+    def forget_history(self) -> None:
+        """Count again from the start next time: after an interruption."""
+        self._history: dict[int, int] = {}
+        self._counted = 0 if self.sampling.repetition_penalty != 1 else self.num_prompt
+
+    def append(self, drawn: Drawn) -> None:
         """Book one sampled token: its text, and whether it ends the generation."""
-        if logprob is not None:
+        token = drawn.token
+        if drawn.logprob is not None:
             del self.logprobs[self.num_generated :]  # a leftover of an interrupted step
-            self.logprobs.append(logprob)
+            self.logprobs.append(drawn.logprob)
+        if drawn.top is not None:
+            del self.top_logprobs[self.num_generated :]
+            self.top_logprobs.append(drawn.top)
         self.tokens.append(token)
         if token in self.sampling.stop_token_ids:
             self.finish("stop", token)
@@ -129,4 +161,5 @@ class Sequence:
             logprobs=list(self.logprobs) if self.sampling.logprobs else None,
             prompt_token_ids=self.tokens[: self.num_prompt],
             seed=self.sampling.seed if self.sampling.temperature > 0 else None,
+            top_logprobs=[list(t) for t in self.top_logprobs] if self.sampling.top_logprobs else None,
         )
