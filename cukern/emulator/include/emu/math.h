@@ -68,10 +68,10 @@ EMU_INLINE float min(float a, float b) { return fminf(a, b); }
 EMU_INLINE float max(float a, float b) { return fmaxf(a, b); }
 EMU_INLINE double min(double a, double b) { return fmin(a, b); }
 EMU_INLINE double max(double a, double b) { return fmax(a, b); }
-EMU_INLINE double min(float a, double b) { return fmin(a, b); }
-EMU_INLINE double min(double a, float b) { return fmin(a, b); }
-EMU_INLINE double max(float a, double b) { return fmax(a, b); }
-EMU_INLINE double max(double a, float b) { return fmax(a, b); }
+EMU_INLINE double min(float a, double b) { return fmin((double)a, b); }
+EMU_INLINE double min(double a, float b) { return fmin(a, (double)b); }
+EMU_INLINE double max(float a, double b) { return fmax((double)a, b); }
+EMU_INLINE double max(double a, float b) { return fmax(a, (double)b); }
 
 // fast forms: base-2 instruction times a constant
 EMU_INLINE float __expf(float x) { return __builtin_exp2f(x * 1.4426950408889634f); }
