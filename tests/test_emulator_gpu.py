@@ -1,4 +1,4 @@
-"""Every operator on a GPU and emulated, from the same inputs: equal bits where no instruction is approximate, else close.
+"""Every operator on a GPU and emulated, from the same inputs: equal bits where no instruction is approximate.
 
 Needs a GPU and a C++ compiler. tests/test_ptx.py compares the instructions themselves, on recorded results.
 """

@@ -56,7 +56,13 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("rms_norm.cu", "missing barrier before the group sums are read", "    __syncthreads();\n", ""),
     Mutant("rms_norm.cu", "tail of a load one too long", "i < valid ? p[i]", "i <= valid ? p[i]"),
     Mutant("rms_norm.cu", "tail of a store one too long", "if (i < valid) p[i]", "if (i <= valid) p[i]"),
-    Mutant("rms_norm.cu", "group sums of two parts collide", "(part * Warps + warp) * Lanes", "(part + warp) * Lanes"),
+    Mutant(
+        "rms_norm.cu",
+        "group sums of two parts collide",
+        "(part * Warps + warp) * Lanes",
+        "(part + warp) * Lanes",
+        equivalent="no variant of several warps has more than one part",
+    ),
     Mutant("rms_norm.cu", "seven of eight group sums", "group < 8", "group < 7"),
     Mutant(
         "rms_norm.cu",
