@@ -1,0 +1,38 @@
+// The copy engine of sm_90 (TMA): boxes of a tensor that a tensor map describes, from global to shared memory, completing on
+// an mbarrier. Elements outside the tensor arrive as zeros; all bytes of the box are counted. No CPU body: not emulated.
+// PTX ISA, "cp.async.bulk.tensor". Test: tests/test_linear_sm90.py
+#pragma once
+#include "ptx/mbarrier.cuh"
+
+// A CUtensorMap, passed by value as `const __grid_constant__ TensorMap` (cukern/jit/tensor_map.py makes it).
+struct __align__(64) TensorMap {
+  u64 opaque[16];
+};
+
+__device__ __forceinline__ void prefetch_tensor_map(const TensorMap *map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// The box whose first element is (column, row), to `smem` of this block.
+__device__ __forceinline__ void tma_load_2d(void *smem, const TensorMap *map, u64 *barrier, int column, int row) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+          shared_address(smem)),
+      "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row)
+      : "memory");
+}
+
+// The same box to every block of the cluster whose bit is set, at the same addresses, completing on each block's barrier.
+__device__ __forceinline__ void tma_load_2d_multicast(void *smem, const TensorMap *map, u64 *barrier, int column, int row,
+                                                      unsigned short blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(smem)),
+      "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row), "h"(blocks)
+      : "memory");
+}
+
+// Asks for `bytes` (a multiple of 16) from an address at a multiple of 16 to be brought into L2.
+__device__ __forceinline__ void prefetch_l2(const void *p, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
+}

@@ -1,0 +1,363 @@
+"""The Hopper linear layer: equal bits with the portable kernels (GPU); launch plan, tensor maps and epilogue (CPU)."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy")
+
+from fake_cuda import FakeCuda, FakeLibrary, uninstall
+
+import cukern
+from cukern import jit
+from cukern.jit.arch import Target
+from cukern.jit.tensor_map import matrix_map
+from cukern.ops import _linear_sm90 as hopper
+from cukern.ops import _linear_variants as portable
+from cukern.ops._linear_sm90 import HopperVariant, SplitVariant, Variant
+from cukern.ops.linear import _linear_variant
+
+HALVES = [np.float16, ml_dtypes.bfloat16]
+EVERY = [(v, 256) for v in hopper._SEGMENTED] + [(v, 0) for v in hopper._WHOLE]
+
+# One of each structure: one to three warpgroups along both axes, both kinds of cluster, with and without lag.
+FORCED = [
+    HopperVariant(2, 1, 1, 256, 4, 2, 1, lag=1),
+    HopperVariant(2, 1, 2, 128, 4, 1, 2, lag=1),
+    HopperVariant(2, 1, 1, 192, 5, 2, 1, lag=2),
+    HopperVariant(2, 1, 1, 128, 6, 2, 2, lag=3),
+    HopperVariant(2, 1, 1, 48, 9, 1, 2),
+    HopperVariant(3, 1, 1, 128, 5, 1, 2, lag=1),
+    HopperVariant(1, 1, 1, 64, 8, 2, 1),
+    HopperVariant(1, 2, 1, 128, 8),
+    SplitVariant(1, 64, 8, 4),
+    SplitVariant(2, 32, 6, 2),
+    SplitVariant(1, 128, 4, 8),
+]
+PORTABLE = portable.TileVariant(64, 64, 64, 32, 32, 4, 2)
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).view(np.uint32 if array.dtype.itemsize == 4 else np.uint16)
+
+
+# ---------------------------------------------------------------------------------------------------- on a GPU
+
+
+def on_hopper() -> Any:
+    cupy = pytest.importorskip("cupy")
+    if jit.device().arch != hopper.ARCH:
+        pytest.skip(f"needs compute capability 9.0, this GPU is {jit.device().arch}")
+    return cupy
+
+
+def run(variant: Variant | None, x: Any, w: Any, out: Any, bias: Any = None, residual: Any = None) -> None:
+    assert hopper.launch(x, w, bias, residual, out, x.shape[0], w.shape[0], x.shape[1], variant)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("variant", FORCED, ids=str)
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [
+        (1, 8, 8),
+        (65, 72, 64),
+        (300, 200, 328),
+        (129, 1032, 1000),
+        (2100, 2056, 520),
+        (257, 520, 256),
+        (300, 4104, 4104),
+    ],
+)
+def test_bits_of_the_portable_kernel(
+    rng: np.random.Generator, dtype: Any, variant: Variant, m: int, n: int, k: int
+) -> None:
+    cupy = on_hopper()
+    if not variant.fits(k, portable.template_segment(n, k)):
+        pytest.skip(f"{variant} has no room for two sets of accumulators")
+    x = cupy.asarray(rng.standard_normal((m, k)).astype(dtype))
+    w = cupy.asarray((rng.standard_normal((n, k)) * k**-0.5).astype(dtype))
+    bias = cupy.asarray(rng.standard_normal(n, np.float32))
+    stream = cupy.asarray(rng.standard_normal((m, n), np.float32))
+    for out_dtype in (dtype, np.float32):
+        want = _linear_variant(PORTABLE, x, w, bias=bias, dtype=out_dtype)
+        got = cupy.full((m, n), np.nan, np.float32).astype(out_dtype)
+        run(variant, x, w, got, bias)
+        np.testing.assert_array_equal(bits(got.get()), bits(want.get()))
+    want = _linear_variant(PORTABLE, x, w, residual=stream.copy())
+    run(variant, x, w, stream, residual=stream)
+    np.testing.assert_array_equal(bits(stream.get()), bits(want.get()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", FORCED, ids=str)
+def test_segments_and_zeros(variant: Variant) -> None:
+    """Where segments end shows in sums that are exact inside one; a segment of zeros starts from +0."""
+    cupy = on_hopper()
+    if not variant.fits(1024, 256):
+        pytest.skip(f"{variant} has no room for two sets of accumulators")
+    tiny = 2.0**-24
+    x = cupy.ones((70, 1024), np.float16)
+    for values, want in (
+        ({0: 1.0, 256: tiny, 272: tiny}, 1 + 2 * tiny),
+        ({255: 1.0, 512: tiny, 767: tiny}, 1 + 2 * tiny),
+        ({0: 1.0, 256: tiny, 512: tiny}, 1.0),
+        ({768: 1.0, 0: tiny, 256: tiny}, 1 + 2 * tiny),
+    ):
+        w = cupy.zeros((40, 1024), np.float16)
+        for position, value in values.items():
+            w[:, position] = value
+        out = cupy.empty((70, 40), np.float32)
+        run(variant, x, w, out)
+        assert (out.get() == want).all()
+    out = cupy.empty((70, 40), np.float32)
+    run(variant, x, cupy.full((40, 1024), -0.0, np.float16), out)
+    np.testing.assert_array_equal(bits(out.get()), 0)
+    x[3, 7] = np.nan
+    run(variant, x, cupy.ones((40, 1024), np.float16), out)
+    assert np.isnan(out[3].get()).all()
+    assert (cupy.delete(out, 3, axis=0).get() == 1024).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+def test_chosen_variants_and_repeats(rng: np.random.Generator, dtype: Any) -> None:
+    """Every row has the same bits at any number of rows, run after run."""
+    cupy = on_hopper()
+    x = cupy.asarray(rng.standard_normal((4096, 1024)).astype(dtype))
+    w = cupy.asarray((rng.standard_normal((4096, 1024)) / 32).astype(dtype))
+    want = _linear_variant(PORTABLE, x, w, dtype=np.float32).get()
+    for m in (65, 128, 129, 256, 700, 2048, 4096):
+        for _ in range(5):
+            out = cupy.full((m, 4096), np.nan, np.float32)
+            run(None, x[:m], w, out)
+            np.testing.assert_array_equal(bits(out.get()), bits(want[:m]))
+
+
+# ---------------------------------------------------------------------------------------------------- compiled
+
+
+@pytest.mark.parametrize(("variant", "segment"), EVERY, ids=str)
+def test_compiles_without_spills_and_stays_asynchronous(variant: Variant, segment: int) -> None:
+    assert variant.fits(1024, segment)
+    for out in ("half", "float"):
+        kernel = jit.kernel("linear_sm90.cu", variant.kernel, ("half", out, *variant.template(segment)))
+        compiled = kernel._binary(Target(hopper.ARCH), keep=False)
+        usage = compiled.usage[compiled.names[kernel.name]]
+        assert (usage.spill_stores, usage.spill_loads, usage.stack) == (0, 0, 0)
+        # ptxas says so when it puts waits between wgmma instructions or ignores setmaxnreg
+        assert "serializ" not in compiled.log
+        assert "setmaxnreg" not in compiled.log
+        assert [size for _, size, _ in compiled.layout[compiled.names[kernel.name]]][:2] == [128, 128]
+
+
+def test_declared_variants_are_for_hopper_alone() -> None:
+    declared = hopper.kernel_variants()
+    assert {item[4] for item in declared} == {("sm_90a",)}
+    assert {item[2][2:] for item in declared} <= {v.template(s) for v, s in EVERY}
+
+
+# ---------------------------------------------------------------------------------------------------- plan
+
+
+def test_select_fits_and_covers() -> None:
+    for n, k in ((4096, 1024), (1024, 3072), (1000, 264), (6144, 4096), (4096, 12288), (151936, 1024)):
+        segment = portable.template_segment(n, k)
+        for m in (65, 128, 200, 2048, 8192, 100_000):
+            for sm_count in (114, 132):
+                variant = hopper.select(m, n, k, sm_count)
+                assert variant.fits(k, segment)
+                blocks = variant.grid(m, n, sm_count)
+                assert blocks > 0
+                assert isinstance(variant, SplitVariant) or blocks <= sm_count
+                assert blocks % variant.cluster == 0
+                assert variant.cluster_tiles(m, n) * variant.cluster * variant.bm * variant.bn >= m * n
+
+
+def test_what_does_not_fit() -> None:
+    good = HopperVariant(2, 1, 1, 256, 4, 2, 1, lag=1)
+    assert good.fits(4096, 0)
+    assert not good.fits(4096, 256)  # two sets of 128 accumulators
+    for variant in (
+        HopperVariant(2, 1, 1, 256, 5),  # shared memory
+        HopperVariant(2, 1, 2, 256, 3),  # registers
+        HopperVariant(2, 1, 1, 72, 4),  # no such wgmma
+        HopperVariant(2, 1, 1, 128, 3, lag=3),  # the ring is shorter than the lag
+        HopperVariant(4, 1, 1, 64, 4),  # too many warpgroups
+    ):
+        assert not variant.fits(4096, 0)
+    split = SplitVariant(1, 64, 8, 4)
+    assert split.fits(3072, 256)
+    assert not split.fits(4096, 0)  # one segment
+    assert not split.fits(16384, 256)  # sums of 16 segments to a block
+    assert split.shared_mem(3072) == 8 * (128 * 128 + 16) + 3 * 64 * 72 * 4
+    with pytest.raises(ValueError, match="cannot run a weight"):
+        hopper._plan(good, "half", "half", 128, 1024, 1024, 132)
+
+
+def test_accepts() -> None:
+    assert hopper.accepts(1, 8, 8, (0, 16, 32))
+    assert not hopper.accepts(1, 9, 8, (0,))
+    assert not hopper.accepts(1, 8, 12, (0,))
+    assert not hopper.accepts(1, 8, 8, (0, 8))
+
+
+# ---------------------------------------------------------------------------------------------------- launch
+
+
+class TensorMapLibrary(FakeLibrary):
+    """Also encodes tensor maps: as a record of what was asked for."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.encoded: list[tuple[Any, ...]] = []
+
+    def cuTensorMapEncodeTiled(self, out: Any, *args: Any) -> int:
+        kind, rank, address, sizes, strides, box, steps, *modes = args
+        self.encoded.append((kind, rank, address.value, [*sizes], [*strides], [*box], [*steps], modes))
+        out._obj.raw = struct.pack("=Q", len(self.encoded)).ljust(128, b"\xee")
+        return 0
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    matrix_map.cache_clear()
+    jit.reload()
+    hopper._plan.cache_clear()
+    yield FakeCuda(TensorMapLibrary(), monkeypatch)
+    monkeypatch.undo()
+    uninstall()
+    matrix_map.cache_clear()
+    jit.reload()
+    hopper._plan.cache_clear()
+
+
+def test_launch_passes_maps_and_sizes(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    library: Any = cuda.library
+    monkeypatch.setattr("cukern.jit.devices.gpu_present", lambda: True)
+    cuda.expect([128, 128, 8, 8, 8, 4, 4, 4, 4])
+    m, n, k = 300, 1024, 512
+    x, w, out = (cuda.array(s, np.float16) for s in ((m, k), (n, k), (m, n)))
+    variant = HopperVariant(2, 1, 1, 128, 6, 2, 1, lag=2)
+    assert hopper.launch(x, w, None, None, out, m, n, k, variant)
+    (launched,), (values,) = library.launches, library.snapshots
+    assert launched.grid == (4, 1, 1)  # the fake GPU has four multiprocessors
+    assert launched.block == (384, 1, 1)
+    assert launched.shared_mem == variant.shared_mem(k) == 6 * (256 * 128 + 16)
+    assert struct.unpack_from("=3I", launched.attributes[0][1]) == (2, 1, 1)
+    assert all(address % 64 == 0 for address in launched.params[:2])
+    assert [struct.unpack_from("=Q", v)[0] for v in values[:2]] == [1, 2]
+    assert [struct.unpack("=Q", v)[0] for v in values[2:5]] == [0, 0, out.data.ptr]
+    assert [struct.unpack("=i", v)[0] for v in values[5:]] == [m, n, k, 8]
+    # uint16, two axes, innermost first, stride in bytes, 128-byte swizzle, zeros outside; x whole, w in halves
+    modes = [0, 3, 3, 0]
+    assert library.encoded == [
+        (1, 2, x.data.ptr, [k, m], [2 * k], [64, 128], [1, 1], modes),
+        (1, 2, w.data.ptr, [k, n], [2 * k], [64, 64], [1, 1], modes),
+    ]
+    assert hopper.launch(x, w, None, None, out, m, n, k, variant)
+    assert len(library.encoded) == 2  # remembered
+    assert len(library.launches) == 2
+
+
+def test_launch_leaves_the_rest_to_others(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cukern.jit.devices.gpu_present", lambda: True)
+    library: Any = cuda.library
+
+    def refused(m: int, n: int, k: int) -> bool:
+        x, w, out = (cuda.array(s, np.float16) for s in ((m, k), (n, k), (m, n)))
+        return not hopper.launch(x, w, None, None, out, m, n, k)
+
+    assert refused(hopper.MIN_M - 1, 64, 64)
+    assert refused(128, 60, 64)
+    assert refused(128, 64, 60)
+    library.capability = (8, 0)
+    uninstall()
+    assert refused(128, 64, 64)
+    assert not library.launches
+    assert not library.encoded
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ((8, 4, 64, 64), "address 0x8"),
+        ((16, 4, 60, 64), r"\[4, 60\]"),
+        ((16, 0, 64, 64), r"\[0, 64\]"),
+        ((16, 4, 64, 257), r"box \[257, 64\]"),
+        ((16, 4, 64, 64, 128), r"box \[64, 128\]"),
+    ],
+)
+def test_tensor_map_refuses(arguments: tuple[int, ...], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        matrix_map(*arguments)
+
+
+# ---------------------------------------------------------------------------------------------------- epilogue
+
+EPILOGUE = """
+#include "common/fragment_rows.cuh"
+// Accumulator of (row, column) = 1000 row + column, as ptx/wgmma.cuh lays them out.
+template <int Columns, int Batch, class Out>
+__global__ void epilogue(const float *bias, const float *residual, Out *out, int row, int column, int m, int n) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  float v[Columns / 2];
+  for (int j = 0; j < Columns / 8; ++j)
+    for (int e = 0; e < 4; ++e)
+      v[4 * j + e] = (row + 16 * warp + (lane >> 2) + 8 * (e >> 1)) * 64 + column + 8 * j + 2 * (lane & 3) + (e & 1);
+  if (bias) add_bias<Columns>(v, bias, column, n);
+  store_rows<Columns, Batch>(v, residual, out, row, column, m, n);
+}
+__global__ void tiles(int *out, int tiles_m, int tiles_n, int group) {
+  int i, j;
+  grouped_tile(threadIdx.x, tiles_m, tiles_n, group, i, j);
+  out[2 * threadIdx.x] = i;
+  out[2 * threadIdx.x + 1] = j;
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("columns", "batch", "row", "column", "n"),
+    [
+        (64, 8, 0, 0, 64),
+        (64, 4, 64, 64, 104),
+        (48, 2, 0, 48, 80),
+        (96, 12, 64, 0, 96),
+        (16, 2, 0, 32, 40),
+    ],
+)
+def test_epilogue(columns: int, batch: int, row: int, column: int, n: int) -> None:
+    m = row + 51
+    want = (np.arange(m)[:, None] * 64.0 + np.arange(n)).astype(np.float32)
+    inside = np.zeros((m, n), bool)
+    inside[row : row + 64, column : column + columns] = True
+    bias = np.arange(n, dtype=np.float32)
+    residual = np.arange(m * n, dtype=np.float32).reshape(m, n)
+    with cukern.emulate(check=True):
+        for name, dtype in (("half", np.float16), ("bf16", ml_dtypes.bfloat16), ("float", np.float32)):
+            kernel = cukern.Kernel(EPILOGUE, f"epilogue<{columns}, {batch}, {name}>")
+            out = np.full((m, n), np.nan, dtype)
+            kernel(1, 128, (bias, None, out, row, column, m, n))
+            np.testing.assert_array_equal(out[inside], (want + bias).astype(dtype)[inside])
+            assert np.isnan(out[~inside].astype(np.float32)).all()
+        stream = residual.copy()
+        kernel(1, 128, (None, stream, stream, row, column, m, n))
+        np.testing.assert_array_equal(stream, np.where(inside, residual + want, residual))
+
+
+@pytest.mark.parametrize(("tiles_m", "tiles_n", "group"), [(16, 4, 8), (5, 7, 2), (3, 9, 8), (1, 20, 4)])
+def test_every_tile_once(tiles_m: int, tiles_n: int, group: int) -> None:
+    with cukern.emulate(check=True):
+        out = np.full((tiles_m * tiles_n, 2), -1, np.int32)
+        cukern.Kernel(EPILOGUE, "tiles")(1, tiles_m * tiles_n, (out, tiles_m, tiles_n, group))
+    assert {tuple(t) for t in out.tolist()} == {(i, j) for i in range(tiles_m) for j in range(tiles_n)}
+    # the first tiles go down `group` rows of the first column
+    assert out[: min(group, tiles_m)].tolist() == [[i, 0] for i in range(min(group, tiles_m))]
