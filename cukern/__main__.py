@@ -1,5 +1,7 @@
 """``python -m cukern``: the command line."""
 
+import sys
+
 from cukern.cli import main
 
-main()
+sys.exit(main())
