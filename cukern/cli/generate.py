@@ -77,6 +77,12 @@ def generate(
         float | None,
         typer.Option(help="Keep tokens this many times as likely as the likeliest.", show_default=False),
     ] = None,
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(help="Divide the logits of tokens used so far, prompt included; 1 is off.", show_default=False),
+    ] = None,
+    presence_penalty: Annotated[float, typer.Option(help="Subtract from the logits of generated tokens.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="Subtract for every time that a token was generated.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.", show_default=False)] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="End before this text (may be repeated).", show_default=False)
@@ -88,11 +94,17 @@ def generate(
     logprobs: Annotated[
         bool, typer.Option("--logprobs", help="Log-probabilities of the tokens, in the --json output.")
     ] = False,
+    top_logprobs: Annotated[
+        int, typer.Option(help="The n likeliest tokens of every position, in the --json output.", min=0, max=20)
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print text as it comes.")] = True,
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest prompt plus completion, in tokens.", min=1, show_default=False)
     ] = None,
+    cuda_graphs: Annotated[
+        bool, typer.Option("--cuda-graphs/--no-cuda-graphs", help="Decode by CUDA graphs on a GPU.")
+    ] = True,
     device: Device = None,
     dtype: Dtype = "auto",
 ) -> None:
@@ -111,15 +123,20 @@ def generate(
             stop_token_ids=stop_token_id or (),
             ignore_eos=ignore_eos,
             logprobs=logprobs,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            top_logprobs=top_logprobs,
         )
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error).removeprefix("SamplingParams: ")) from None
-    if logprobs and not as_json:
-        raise typer.BadParameter("--logprobs needs --json, which prints them")
+    if (logprobs or top_logprobs) and not as_json:
+        name = "--logprobs" if logprobs else "--top-logprobs"
+        raise typer.BadParameter(f"{name} needs --json, which prints them")
     if not chat and (system is not None or think is not None):
         raise typer.BadParameter("--system, --think and --no-think need --chat")
     text = _read_prompt(prompt, file)
-    llm = _load(model, device=device, dtype=dtype, max_num_seqs=1, max_model_len=max_model_len)
+    llm = _load(model, device=device, dtype=dtype, max_num_seqs=1, max_model_len=max_model_len, cuda_graphs=cuda_graphs)
     request: Any = text
     if chat:
         messages = [{"role": "system", "content": system}] if system is not None else []
@@ -179,6 +196,7 @@ def _as_dict(completion: Completion, prompt: str, llm: LLM, seconds: float) -> d
         "stop_reason": completion.stop_reason,
         "token_ids": completion.token_ids,
         "logprobs": completion.logprobs,
+        "top_logprobs": completion.top_logprobs,
         "prompt_tokens": len(completion.prompt_token_ids),
         "seed": completion.seed,
         "device": str(llm.model.device),
