@@ -375,7 +375,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _time_all(worker: _Worker, work: dict[LinearCase, Any], bad: set[Any], options: Any, started: float) -> None:
     print("us a product (graph, weights past L2); floor: 4.2 TB/s, 790 TFLOP/s; +res: float32 residual in place")
     print(
-        _LINE.format("layer", "M", "peer", "chosen", "x peer", "floor", "TFLOP/s", "+res", "best", "chosen | best ...")
+        _LINE.format("layer", "M", "peer", "chosen", "x peer", "floor", "TFLOP/s", "+res", "best", "chosen | fastest")
     )
     ratios: dict[str, list[float]] = {}
     best_ratios: dict[str, list[float]] = {}

@@ -202,7 +202,7 @@ Variant = HopperVariant | SplitVariant
 
 
 def _resident(cluster: int, sm_count: int) -> int:
-    """Clusters that run at a time: 16 or 18 multiprocessors are a group, which holds pairs but not fours without rest."""
+    """Clusters that run at a time: groups of 16 or 18 multiprocessors hold whole pairs, but not always whole fours."""
     return max(1, sm_count // cluster - (1 if cluster > 2 else 0))
 
 
