@@ -22,7 +22,7 @@ def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
         The file is absent though required, or holds no JSON object.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         if required:
             raise FileNotFoundError(f"{path} does not exist; a checkpoint folder needs it") from None
@@ -33,7 +33,7 @@ def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
         raise ValueError(f"{path} is a Git LFS pointer, not the file itself; run 'git lfs pull' or download it again")
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also an integer too long, brackets too deep
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, found {type(value).__name__}")

@@ -166,7 +166,7 @@ class Qwen3Config:
         if path.is_dir():
             path = path / "config.json"
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
         except FileNotFoundError:
             raise FileNotFoundError(f"{path}: no such file; a checkpoint folder needs a config.json") from None
         except UnicodeDecodeError as error:
@@ -175,7 +175,7 @@ class Qwen3Config:
             raise ConfigError(f"{path}: this is a Git LFS pointer, not the file itself; run `git lfs pull`")
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # also an integer too long, brackets too deep
             raise ConfigError(f"{path}: not valid JSON ({error})") from None
         return cls.from_dict(data, source=str(path))
 
@@ -252,8 +252,8 @@ def _read(data: Mapping[str, Any]) -> dict[str, Any]:
     values["rope_theta"], values["rope_scaling"] = _read_rope(data, values.get("max_position_embeddings", 32768))
     eos = data.get("eos_token_id")
     eos = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    if not all(_is_int(i) for i in eos):
-        raise ConfigError(f"eos_token_id must be an integer or a list of integers, got {data['eos_token_id']!r}")
+    if not all(_is_int(i) and i >= 0 for i in eos):
+        raise ConfigError(f"eos_token_id must be a token id or a list of them, got {data['eos_token_id']!r}")
     values["eos_token_id"] = tuple(eos)
     return values
 
@@ -306,7 +306,11 @@ def _read_rope(data: Mapping[str, Any], max_positions: int) -> tuple[float, dict
 
 
 def _normalise_scaling(key: str, value: Mapping[str, Any], max_positions: int) -> dict[str, Any] | None:
-    kinds = {value[name] for name in ("rope_type", "type") if value.get(name) is not None}
+    stated = [value[name] for name in ("rope_type", "type") if value.get(name) is not None]
+    wrong = [kind for kind in stated if not isinstance(kind, str)]
+    if wrong:
+        raise ConfigError(f"{key}: rope_type must be a string, got {wrong[0]!r}")
+    kinds = set(stated)
     if len(kinds) > 1:
         raise ConfigError(f"{key}: rope_type ({value['rope_type']!r}) and type ({value['type']!r}) disagree")
     kind = next(iter(kinds), "default" if key == "rope_parameters" else None)
@@ -416,4 +420,10 @@ def _is_int(value: Any) -> TypeGuard[int]:
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True

@@ -56,8 +56,13 @@ def resolve_checkpoint(
     HubError
         A hub name that is not cached and cannot be downloaded; the message says what to do.
     """
-    text = os.fspath(name)
-    path = Path(text).expanduser()
+    if not isinstance(name, (str, os.PathLike)):
+        raise TypeError(f"a checkpoint is given by its folder or hub name, got {type(name).__name__}")
+    text = os.fsdecode(name)
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError:  # ~ of a user that does not exist
+        path = Path(text)
     if text and path.is_dir():
         if revision is not None:
             raise ValueError(f"revision {revision!r} applies to a hub name, but {path} is a folder")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from .config import Qwen3Config
 from .device import Device
 
@@ -46,10 +48,10 @@ class PagedKVCache:
         *,
         num_layers: int | None = None,
     ) -> None:
-        if block_size not in BLOCK_SIZES:
+        if block_size not in BLOCK_SIZES or isinstance(block_size, float):
             raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {block_size!r}")
-        if num_blocks < 0:
-            raise ValueError(f"num_blocks must not be negative, got {num_blocks!r}")
+        if isinstance(num_blocks, bool) or not isinstance(num_blocks, (int, np.integer)) or num_blocks < 0:
+            raise ValueError(f"num_blocks must be an integer that is not negative, got {num_blocks!r}")
         layers = config.num_hidden_layers if num_layers is None else num_layers
         shape = (layers, num_blocks, config.num_key_value_heads, block_size, config.head_dim)
         self.num_blocks, self.block_size = num_blocks, block_size

@@ -172,12 +172,12 @@ class Checkpoint:
             entries = sorted(weight_map.items())
             if not entries or not all(isinstance(file, str) for _, file in entries):
                 raise TypeError
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             reason = "it must be a JSON object with a weight_map of tensor names to file names"
             if index.read_bytes().startswith(b"version https://git-lfs"):
                 reason = "this is a Git LFS pointer; run `git lfs pull` in its folder"
             raise CheckpointError(f"{index}: not a safetensors index: {reason}") from None
-        outside = [file for _, file in entries if Path(file).name != file]
+        outside = [file for _, file in entries if Path(file).name != file or file in ("", "..") or "\0" in file]
         if outside:
             raise CheckpointError(f"{index}: file name {outside[0]!r} points out of the checkpoint's folder")
         names = sorted({file for _, file in entries})
@@ -215,6 +215,11 @@ class Checkpoint:
             Lists everything that does not fit.
         """
         found = self._hub_names()
+        if config.num_hidden_layers > len(found):  # before billions of names are written down
+            raise CheckpointError(
+                f"{self.folder}: num_hidden_layers is {config.num_hidden_layers} in config.json, but the files have only "
+                f"{len(found)} tensors"
+            )
         expected = tensor_shapes(config)
         head = found.pop("lm_head.weight", None) if config.tie_word_embeddings else None
         problems: list[tuple[str, list[str]]] = [

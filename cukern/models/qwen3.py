@@ -52,11 +52,18 @@ class Qwen3:
         self.device, self.dtype = weights.device, weights.dtype
         _check_head_dim(config, self.device)
         self.max_positions = config.max_positions if max_positions is None else max_positions
+        if isinstance(self.max_positions, bool) or not isinstance(self.max_positions, (int, np.integer)):
+            raise TypeError(f"max_positions must be an integer, got {max_positions!r}")
         if self.max_positions < 1:
             raise ValueError(f"max_positions must be at least 1, got {max_positions}")
         from ..ops import rope_table
 
-        table = rope_table(config.head_dim, self.max_positions, config.rope_theta, config.rope_scaling)
+        try:
+            table = rope_table(config.head_dim, self.max_positions, config.rope_theta, config.rope_scaling)
+        except MemoryError as error:
+            raise MemoryError(
+                f"the RoPE table of {self.max_positions} positions: {error}; give max_positions"
+            ) from None
         self.rope_table = self.device.put(table)
 
     @classmethod

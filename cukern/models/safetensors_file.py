@@ -161,7 +161,7 @@ def _diagnose(header: bytes, data: int) -> str | None:
     """Say which tensor is wrong in a header that the library refused; `data` bytes follow the header."""
     try:
         entries = json.loads(header)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also an integer too long, brackets too deep
         return f"corrupt, the header is not JSON ({error})"
     if not isinstance(entries, dict):
         return f"corrupt, the header is a JSON {type(entries).__name__} instead of an object"
