@@ -6,6 +6,7 @@ import _thread
 import asyncio
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 
 import cukern
 from cukern import emulator as E
-from cukern.emulator import settings, source
+from cukern.emulator import settings, source, symbols
 
 ORDERS = ("up", "down", "random")
 
@@ -524,6 +525,37 @@ def test_names_that_nvrtc_lacks_are_missing_here_too() -> None:
     for name in ("INFINITY", "std::min(1, 2)", "M_PI"):
         with pytest.raises(E.BuildError):
             launch(kernel(f"x[0] = {name};"), (np.zeros(1, np.float32), 0))
+
+
+def test_a_header_of_the_users_may_have_any_name() -> None:
+    """Faults in it are its own, even if the emulator has a file of that name."""
+    at = "__device__ __forceinline__ float at(const float *x, int i) { return x[i]; }"
+    text = f'#line 1 "math.h"\n{at}\n#line 1 "k.cu"\n'
+    with pytest.raises(E.OutOfBounds) as caught:
+        launch(text + kernel("x[0] = at(x, n);"), (np.zeros(1, np.float32), 1))
+    assert (caught.value.file, caught.value.line) == ("math.h", 1)
+    assert caught.value.callers == (("k.cu", 2),)
+
+
+def test_position_of_nonsense_is_unknown(tmp_path: Path) -> None:
+    for content in (b"", b"not an object", b"\x7fELF\x02\x01" + bytes(100)):
+        path = tmp_path / "x.so"
+        path.write_bytes(content)
+        assert symbols.positions(path, 1234) == []
+        assert symbols.shared_variables(path) == []
+
+
+@pytest.mark.parametrize(
+    ("mangled", "name"),
+    [
+        ("_ZZ1kE4part", "part"),
+        ("_ZZ9rms_normI6__halfLi8EEvPT_E6groups", "groups"),
+        ("_ZZ1kE4part_0", "part"),
+        ("s", "s"),
+    ],
+)
+def test_names_of_shared_variables(mangled: str, name: str) -> None:
+    assert symbols._plain(mangled) == name
 
 
 def test_memoised() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes as C
-import functools
 import os
 import re
 import sys
@@ -131,7 +130,7 @@ class EmulatedKernel:
         record.guards, record.guard_count = binary.guards, len(binary.guards)
         record.cooperative, record.check = int(cooperative), int(settings.check)
         self._apply(record, settings)
-        printed = _print_buffer() if self._prepared.prints else None
+        printed = C.create_string_buffer(_PRINT_BYTES) if self._prepared.prints else None
         if printed is not None:
             record.print_buffer, record.print_capacity = C.addressof(printed), _PRINT_BYTES
         try:
@@ -139,7 +138,7 @@ class EmulatedKernel:
         finally:
             overrun = arguments.release()
             if printed is not None and record.print_used:
-                sys.stdout.write(printed.raw[: record.print_used].decode(errors="replace"))
+                sys.stdout.write(C.string_at(printed, record.print_used).decode(errors="replace"))
                 if record.print_lost:
                     sys.stdout.write(f"[{record.print_lost} more bytes of device printf were dropped]\n")
         self.stats = {"switches": record.switches, "collectives": record.collectives, "shared": binary.static_bytes}
@@ -224,7 +223,6 @@ class EmulatedKernel:
             index=index,
         )
 
-
     def _overrun(self, arguments: Arguments, i: int, address: int) -> OutOfBounds:
         name = self.parameter_name(i)
         index, detail = arguments.locate(i, address)
@@ -238,19 +236,9 @@ class EmulatedKernel:
         )
 
 
-@functools.cache
-def _own_headers() -> frozenset[str]:
-    return frozenset(p.name for p in toolchain.INCLUDE.rglob("*.h"))
-
-
 def _ours(file: str) -> bool:
-    """Whether a file is one of the emulator's headers, which mean nothing to the user."""
-    return Path(file).name in _own_headers()
-
-
-@functools.cache
-def _print_buffer() -> Any:
-    return C.create_string_buffer(_PRINT_BYTES)
+    """Whether a file is the emulator's, which means nothing to the user."""
+    return file == source.EXPORTS or file.startswith(str(toolchain.INCLUDE))
 
 
 _kernels: dict[tuple[str, str, str], EmulatedKernel] = {}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+EXPORTS = "cukern exports"  # the "file" of what is appended to a kernel
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -74,7 +76,7 @@ def prepare(text: str, name: str, filename: str) -> Prepared:
     for start, end, new in sorted(edits, reverse=True):
         body = body[:start] + new + body[end:]
     head = "" if text.lstrip().startswith("#line") else f'#line 1 "{filename}"\n'
-    out = f'{head}{body}\n#line 1 "emu/launch.h"\nEMU_EXPORT({name})\n'
+    out = f'{head}{body}\n#line 1 "{EXPORTS}"\nEMU_EXPORT({name})\n'
     parameters = _parameters(code, name)
     return Prepared(out, align, bool(re.search(r"\bprintf\s*\(", code)), parameters or (), parameters is not None)
 

@@ -237,7 +237,7 @@ def _line_program(data: bytes, offset: int, address: int) -> tuple[dict[int, str
     lengths = [r.number(1) for _ in range(opcode_base - 1)]
     folders = [""]
     while folder := r.string():
-        folders.append("" if folder.startswith("/") else folder + "/")
+        folders.append(folder + "/")
     files: dict[int, str] = {}
     while name := r.string():
         files[len(files) + 1] = folders[r.uleb()] + name

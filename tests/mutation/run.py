@@ -95,8 +95,8 @@ def report(outcomes: list[Outcome]) -> str:
     lines = [
         "# Mutation test",
         "",
-        "Each line is one fault planted in our kernels (`tests/mutation/mutants.py`), and the first test that failed, all",
-        "under emulation in check mode on a CPU. `python -m tests.mutation.run --write` repeats it.",
+        "Each line is one fault planted in our kernels (`tests/mutation/mutants.py`), and the first test that failed,",
+        "all under emulation in check mode on a CPU. `python -m tests.mutation.run --write` repeats it.",
         "",
         f"{today}: {caught} of {len(real)} faults caught ({percent:.0f} %), "
         f"{len(outcomes) - len(real)} further mutants change no result.",
