@@ -22,7 +22,7 @@ class Arena:
     Parameters
     ----------
     allocate : callable
-        Bytes -> an object that keeps memory, whose ``ptr`` is the address (``cupy.cuda.alloc``).
+        Bytes -> an object that keeps memory, whose ``ptr`` is the address (``cupy.cuda.get_allocator()``).
     slab : int
         Bytes that are allocated at a time, at least.
     """

@@ -168,7 +168,7 @@ class DecodeLoop:
             if self._arena is None and self.model.device.kind == "cuda":
                 import cupy
 
-                self._arena = Arena(cupy.cuda.alloc)
+                self._arena = Arena(cupy.cuda.get_allocator())  # not cuda.alloc, which would come back here
             self._programs[key] = StepProgram(self.model, self.cache, rows, width, self._arena, **self._options)
         self._programs.move_to_end(key)
         return self._programs[key]
