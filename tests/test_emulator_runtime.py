@@ -403,6 +403,18 @@ def test_cooperative_launch() -> None:
     assert (x == 66).all()
 
 
+def test_large_cooperative_launch() -> None:
+    """More threads at once than a process may have mappings for their guard pages."""
+    text = kernel(
+        "atomicAdd(count, 1);\nemu_grid_barrier(__FILE__, __LINE__);\n"
+        "if (threadIdx.x == 0) x[blockIdx.x] = atomicAdd(count, 0);",
+        "int *count, int *x",
+    )
+    count, x = np.zeros(1, np.int32), np.zeros(160, np.int32)
+    launch(text, (count, x), (160,), (256,), cooperative=True)
+    assert (x == 160 * 256).all()
+
+
 # ---- printf
 
 

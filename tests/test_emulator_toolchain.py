@@ -143,6 +143,12 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         toolchain.find_compiler()
 
 
+def test_other_platforms_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ToolchainError, match="Linux only"):
+        toolchain.find_compiler()
+
+
 def test_compiler_that_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUKERN_CXX", "/no/such/compiler")
     with pytest.raises(ToolchainError, match="/no/such/compiler"):

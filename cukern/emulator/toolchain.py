@@ -98,8 +98,10 @@ def find_compiler() -> Compiler:
     Raises
     ------
     ToolchainError
-        If there is none, or it does not run.
+        If there is none, or it does not run, or the platform is not Linux.
     """
+    if not sys.platform.startswith("linux"):
+        raise ToolchainError(f"emulation works on Linux only, not on {sys.platform}: use a container or WSL")
     chosen = os.environ.get("CUKERN_CXX", "").strip()
     if chosen:
         return _probe(tuple(shlex.split(chosen)))
