@@ -97,7 +97,8 @@ def test_views_are_seen_as_what_they_are(backend: Any, name: str, argument: str,
         np.testing.assert_array_equal(a.view(np.uint16), b.view(np.uint16))
 
 
-@pytest.mark.parametrize(("name", "argument"), INPUTS)
+# Three tokens with one slot may land in it in any order.
+@pytest.mark.parametrize(("name", "argument"), [i for i in INPUTS if i[1] != "slot_mapping"])
 def test_broadcast_views(backend: Any, name: str, argument: str) -> None:
     given = arguments(name)
     first = given[argument][:1]
