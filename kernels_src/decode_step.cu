@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(THREADS, 1)
       if (attention.together)
         load_rows<Q_SIZE>(x, attention.out);
       else
-        attention.load_merged(x);
+        attention.load_merged(x, reinterpret_cast<float *>(shared + Shared::q));
       __syncthreads();
     }
     STAMP(9);

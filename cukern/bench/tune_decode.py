@@ -29,7 +29,7 @@ _PAGE = 16
 _CASES = [(1, 127), (1, 128), (1, 1024), (1, 4096), (1, 32768)]
 _CASES += [(batch, context) for context in (128, 1024) for batch in (2, 4, 8, 16)]
 
-# Intervals between the clock readings of decode_step.cu, in order: (from, to, what happens). Without a barrier (few rows)
+# Intervals between the clock readings of decode_step.cu: (from, to, what happens). Without a barrier (few rows)
 # the wait for other blocks is part of receiving.
 _INTERVALS = [
     (0, 1, "barrier"),

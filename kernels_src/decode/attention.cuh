@@ -10,11 +10,6 @@
 #include "common/paged.cuh"
 #include "decode/rows.cuh"
 
-// Chunks of all sequences that every block merges for itself, reading all their results; more are merged together, behind a
-// barrier.
-constexpr int INLINE_CHUNKS = DIRECT ? 3 : 4;
-constexpr int PART_WORDS = HEAD_DIM + 8;  // with DIRECT, a chunk of a head: accumulators, m, l of four lanes, unused
-
 constexpr int HEAD_LANES = HEAD_DIM > 128 ? 16 : HEAD_DIM > 64 ? 8 : HEAD_DIM > 32 ? 4 : HEAD_DIM > 16 ? 2 : 1;
 
 struct Item {
@@ -79,8 +74,8 @@ template <class T> struct Attention {
     if ((int)(threadIdx.x & ~31u) >= (GROUP + 2) * HEAD_LANES) return h;  // the whole warp
     if (h.active) {
       const int from = h.head < GROUP ? i.kv_head * GROUP + h.head : HEADS + (h.head - GROUP) * KV_HEADS + i.kv_head;
-      h.first = qkv.receive8<QKV_SIZE, T>(i.row, from * HEAD_DIM + h.element);
-      h.second = qkv.receive8<QKV_SIZE, T>(i.row, from * HEAD_DIM + h.element + HEAD_DIM / 2);
+      const int column = from * HEAD_DIM + h.element;
+      qkv.receive16<QKV_SIZE, T>(h.first, h.second, i.row, column, column + HEAD_DIM / 2);
     }
     const float sum = head_squares(h.first, h.second, HEAD_LANES);
     if (h.active && h.head <= GROUP)
@@ -242,61 +237,111 @@ template <class T> struct Attention {
     }
   }
 
-  // Statistics (m, l of four lanes) and four accumulators of a chunk.
-  __device__ __forceinline__ void receive_part(i64 head, int chunk, int column, float (&m_l)[5], float (&acc)[4]) const {
-    Vec<float, 4> a, b;
-    if constexpr (DIRECT) {
-      const Link part{part_words + (head * INLINE_CHUNKS + chunk) * PART_WORDS, out.tag};
-      u32 v[4];
-      receive_words(v, part.words + HEAD_DIM, part.words + HEAD_DIM + 2, part.tag);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) m_l[e] = __uint_as_float(v[e]);
-      receive_words(v, part.words + HEAD_DIM + 4, part.words + HEAD_DIM + 6, part.tag);
-      m_l[4] = __uint_as_float(v[0]);
-      a = part.receive_floats<HEAD_DIM>(0, column);
-    } else {
-      const i64 part = head * max_chunks + chunk;
-      b = load_vec<float, 4>(part_stats + part * 8);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) m_l[e] = b.v[e];
-      m_l[4] = part_stats[part * 8 + 4];
-      a = load_vec<float, 4>(part_acc + part * HEAD_DIM + column);
-    }
-#pragma unroll
-    for (int e = 0; e < 4; ++e) acc[e] = a.v[e];
-  }
+  // Four columns of a merged head from the statistics (m, l of four lanes) and accumulators of its chunks, into x.
+  struct Merged {
+    ChunkMerge merge;
+    float l[4], total[4];
 
-  // Rows of the attention output into x, T [ROWS, Q_SIZE], merging the chunks of long sequences on the way.
-  __device__ __forceinline__ void load_merged(T *x) const {
+    __device__ __forceinline__ Merged() : l{}, total{} { merge.reset(); }
+    __device__ __forceinline__ void add(const float *m_l, const float *acc, float c) {
+      merge.step(m_l[0], 0.f, c);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        l[e] = merge.add(l[e], m_l[1 + e]);
+        total[e] = merge.add(total[e], acc[e]);
+      }
+    }
+    __device__ __forceinline__ void store(T *to) const {
+      const float norm = softmax_norm((l[0] + l[1]) + (l[2] + l[3]));  // as quad_sum
+      float y[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) y[e] = __fmul_rn(total[e], norm);
+      store_floats<T, 4>(to, y);
+    }
+  };
+
+  // Rows of the attention output into x, T [ROWS, Q_SIZE], merging the chunks of long sequences on the way. `stats`: room for
+  // 5 floats a head and chunk. Called by the whole block.
+  __device__ __forceinline__ void load_merged(T *x, float *stats) const {
     if (items() == ROWS * KV_HEADS) return load_rows<Q_SIZE>(x, out);  // one chunk each
     for (int i = threadIdx.x; i < ROWS * (Q_SIZE / 8); i += THREADS) {
       const int row = i / (Q_SIZE / 8), element = i % (Q_SIZE / 8) * 8;
       T *const to = x + row * x_pitch(Q_SIZE) + element;
       if (rows[row].chunks == 1) store_vec(to, out.template receive8<Q_SIZE, T>(row, element));
     }
+    if constexpr (DIRECT)
+      merge_words(x, stats);
+    else
+      merge_floats(x);
+  }
+
+  __device__ __forceinline__ void merge_floats(T *x) const {
     for (int i = threadIdx.x; i < ROWS * (Q_SIZE / 4); i += THREADS) {
-      const int row = i / (Q_SIZE / 4), element = i % (Q_SIZE / 4) * 4;
-      const int chunks = rows[row].chunks;
+      const int row = i / (Q_SIZE / 4), element = i % (Q_SIZE / 4) * 4, chunks = rows[row].chunks;
       if (chunks == 1) continue;
-      ChunkMerge merge;
-      merge.reset();
-      float l[4] = {}, total[4] = {};
-#pragma unroll 1
+      Merged merged;
+      const i64 part = ((i64)row * HEADS + element / HEAD_DIM) * max_chunks;
+#pragma unroll 2
       for (int chunk = 0; chunk < chunks; ++chunk) {
-        float m_l[5], acc[4];
-        receive_part((i64)row * HEADS + element / HEAD_DIM, chunk, element % HEAD_DIM, m_l, acc);
-        merge.step(m_l[0], 0.f, c);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          l[e] = merge.add(l[e], m_l[1 + e]);
-          total[e] = merge.add(total[e], acc[e]);
-        }
+        const float *const m_l = part_stats + (part + chunk) * 8;
+        const Vec<float, 4> first = load_vec<float, 4>(m_l);
+        const float five[5] = {first.v[0], first.v[1], first.v[2], first.v[3], m_l[4]};
+        const Vec<float, 4> acc = load_vec<float, 4>(part_acc + (part + chunk) * HEAD_DIM + element % HEAD_DIM);
+        merged.add(five, acc.v, c);
       }
-      const float norm = softmax_norm((l[0] + l[1]) + (l[2] + l[3]));  // as quad_sum
-      float y[4];
+      merged.store(x + row * x_pitch(Q_SIZE) + element);
+    }
+  }
+
+  // Everything that a thread needs is asked for at once: its columns of up to three chunks, and the statistics of one chunk,
+  // which it passes on to the others.
+  __device__ __forceinline__ void merge_words(T *x, float *stats) const {
+    constexpr int Jobs = ROWS * (Q_SIZE / 4), Turns = ceil_div(Jobs, THREADS), Stats = ROWS * HEADS * INLINE_CHUNKS;
+    static_assert(Stats <= THREADS, "one turn for the statistics");
+    u32 v[INLINE_CHUNKS + 2][4];
+#pragma unroll 1
+    for (int turn = 0; turn < Turns + (Turns > 1); ++turn) {
+      // Where there is more than one turn, the first is for the statistics alone.
+      u32 self = threadIdx.x;
+      opaque(self);
+      const int job = (int)self + (turn - (Turns > 1)) * THREADS, stat = (int)self + turn * THREADS;
+      const int row = min(max(job, 0) / (Q_SIZE / 4), ROWS - 1), element = max(job, 0) % (Q_SIZE / 4) * 4;
+      const int stat_head = min(stat / INLINE_CHUNKS, ROWS * HEADS - 1), stat_chunk = stat % INLINE_CHUNKS;
+      const int chunks = rows[row].chunks, stat_chunks = rows[stat_head / HEADS].chunks;
+      const bool merges = job >= 0 && job < Jobs && chunks > 1;
+      const bool passes = stat < Stats && stat_chunks > 1 && stat_chunk < stat_chunks;
+      const u64 *first[INLINE_CHUNKS + 2], *second[INLINE_CHUNKS + 2];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) y[e] = __fmul_rn(total[e], norm);
-      store_floats<T, 4>(x + row * x_pitch(Q_SIZE) + element, y);
+      for (int chunk = 0; chunk < INLINE_CHUNKS; ++chunk) {
+        const Link part{part_words + (((i64)row * HEADS + element / HEAD_DIM) * INLINE_CHUNKS + chunk) * PART_WORDS, out.tag};
+        first[chunk] = part.template pair_of_words<HEAD_DIM>(0, element % HEAD_DIM / 2);
+        second[chunk] = first[chunk] + HEAD_DIM / 2;
+      }
+      u64 *const sent = part_words + ((i64)stat_head * INLINE_CHUNKS + stat_chunk) * PART_WORDS + HEAD_DIM;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        first[INLINE_CHUNKS + i] = sent + 4 * i;
+        second[INLINE_CHUNKS + i] = sent + 4 * i + 2;
+      }
+      const u32 wanted = (merges ? (1u << chunks) - 1u : 0u) | (passes ? 3u << INLINE_CHUNKS : 0u);
+      receive_words<INLINE_CHUNKS + 2>(v, reinterpret_cast<const u64 *const(&)[INLINE_CHUNKS + 2]>(first),
+                                       reinterpret_cast<const u64 *const(&)[INLINE_CHUNKS + 2]>(second), wanted, out.tag);
+      if (passes)
+#pragma unroll
+        for (int e = 0; e < 5; ++e)
+          stats[(stat_head * INLINE_CHUNKS + stat_chunk) * 5 + e] = __uint_as_float(v[INLINE_CHUNKS + e / 4][e % 4]);
+      __syncthreads();
+      if (!merges) continue;
+      Merged merged;
+#pragma unroll
+      for (int chunk = 0; chunk < INLINE_CHUNKS; ++chunk)
+        if (chunk < chunks) {
+          float acc[4];
+#pragma unroll
+          for (int e = 0; e < 4; ++e) acc[e] = __uint_as_float(v[chunk][e]);
+          merged.add(stats + ((row * HEADS + element / HEAD_DIM) * INLINE_CHUNKS + chunk) * 5, acc, c);
+        }
+      merged.store(x + row * x_pitch(Q_SIZE) + element);
     }
   }
 

@@ -15,6 +15,11 @@ __device__ constexpr int x_pitch(int k) { return k + PAD; }
 // Results on their way to other blocks: rows of N values of T, or of N floats. With DIRECT they are tagged words, a pair of T
 // or one float in each; else plain arrays, behind a barrier. The words of a row lie such that lanes which receive four words
 // each read whole sectors: the even pairs of words, then the odd ones.
+template <class T> __device__ __forceinline__ Vec<T, 8> as_vec(const u32 (&v)[4]) {
+  const uint4 raw = make_uint4(v[0], v[1], v[2], v[3]);
+  return *reinterpret_cast<const Vec<T, 8> *>(&raw);
+}
+
 struct Link {
   u64 *words;
   u32 tag;
@@ -24,8 +29,11 @@ struct Link {
     return words + (i64)row * Words + ((pair & 1) * (Words / 4) + (pair >> 1)) * 2;
   }
   template <int Words> __device__ __forceinline__ void receive(u32 (&payload)[4], int row, int word) const {
-    u64 *const even = pair_of_words<Words>(row, word / 2);
-    receive_words(payload, even, even + Words / 2, tag);
+    const u64 *const even[1] = {pair_of_words<Words>(row, word / 2)}, *const odd[1] = {even[0] + Words / 2};
+    u32 v[1][4];
+    receive_words<1>(v, even, odd, 1u, tag);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) payload[i] = v[0][i];
   }
 
   template <int N, class T> __device__ __forceinline__ void send_pair(int row, int column, float first, float second) const {
@@ -45,10 +53,24 @@ struct Link {
     if constexpr (DIRECT) {
       u32 v[4];
       receive<N / 2>(v, row, column / 2);
-      const uint4 raw = make_uint4(v[0], v[1], v[2], v[3]);
-      return *reinterpret_cast<const Vec<T, 8> *>(&raw);
+      return as_vec<T>(v);
     } else {
       return load_vec<T, 8>(reinterpret_cast<const T *>(words) + (i64)row * N + column);
+    }
+  }
+  // Eight at `column` and eight at `other`.
+  template <int N, class T>
+  __device__ __forceinline__ void receive16(Vec<T, 8> &a, Vec<T, 8> &b, int row, int column, int other) const {
+    if constexpr (DIRECT) {
+      const u64 *const even[2] = {pair_of_words<N / 2>(row, column / 4), pair_of_words<N / 2>(row, other / 4)};
+      const u64 *const odd[2] = {even[0] + N / 4, even[1] + N / 4};
+      u32 v[2][4];
+      receive_words<2>(v, even, odd, 3u, tag);
+      a = as_vec<T>(v[0]);
+      b = as_vec<T>(v[1]);
+    } else {
+      a = receive8<N, T>(row, column);
+      b = receive8<N, T>(row, other);
     }
   }
   template <int N> __device__ __forceinline__ Vec<float, 4> receive_floats(int row, int column) const {
@@ -107,19 +129,20 @@ template <class T> struct StoreSwiglu {  // T [ROWS, INTERMEDIATE]
 
 // Fragments of x for two k-steps at column k: all four registers of the mma's A operand for each.
 template <class T> struct Fragments {
-  const T *lane_row;  // this lane's row for ldmatrix at column 0, or zeros
+  const T *lane_row, *zeros;  // this lane's row for ldmatrix at column 0, or zeros
   bool present;
 
-  __device__ __forceinline__ Fragments(const T *x, const T *zeros, int pitch, int lane) {
+  __device__ __forceinline__ Fragments(const T *x, const T *zeros, int pitch, int lane) : zeros(zeros) {
     const int row = ROWS <= 8 ? lane & 7 : lane & 15, piece = ROWS <= 8 ? lane >> 3 : lane >> 4;
     present = row < ROWS;
     lane_row = present ? x + row * pitch + piece * 8 : zeros;
   }
-  __device__ __forceinline__ void load(u32 (&a)[2][4], int k) const {
+  // `both` false: the row ends after the first step, the second gets nothing of use.
+  __device__ __forceinline__ void load(u32 (&a)[2][4], int k, bool both = true) const {
     const T *const from = lane_row + (present ? k : 0);
     if constexpr (ROWS <= 8) {
       u32 r[4];
-      ldmatrix_x4(r, from);
+      ldmatrix_x4(r, both || (threadIdx.x & 31) < 16 ? from : zeros);
 #pragma unroll
       for (int s = 0; s < 2; ++s) {
         a[s][0] = r[2 * s];
@@ -128,10 +151,23 @@ template <class T> struct Fragments {
       }
     } else {
 #pragma unroll
-      for (int s = 0; s < 2; ++s) ldmatrix_x4(a[s], from + (present ? s * 16 : 0));
+      for (int s = 0; s < 2; ++s) ldmatrix_x4(a[s], s == 0 || both ? from + (present ? s * 16 : 0) : zeros);
     }
   }
 };
+
+// The k-steps of one chunk.
+template <class T>
+__device__ __forceinline__ void multiply_chunk(float (&acc)[4], const u32 (&w)[RING_K / 32][4],
+                                               const Fragments<T> &fragments, int k) {
+#pragma unroll
+  for (int pair = 0; pair < RING_K / 32; ++pair) {
+    u32 a[2][4];
+    fragments.load(a, k + pair * 32);
+    mma_m16n8k16<T>(acc, a[0], w[pair][0], w[pair][1]);
+    mma_m16n8k16<T>(acc, a[1], w[pair][2], w[pair][3]);
+  }
+}
 
 // `unit`: this warp's place in the sequence of units, relative to the start of this product; carried from phase to phase.
 // Called by the whole block, with x readable; the sums of one tile's segments meet in `partial`.
@@ -140,38 +176,57 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
                                          const Out &out) {
   constexpr int K = product_k(P), Segment = product_segment(P), Segments = product_segments(P);
   constexpr bool WholeChunks = K % RING_K == 0;
+  // A unit of two whole chunks is multiplied at once. The last one's slots are filled again only after the results are on
+  // their way: other blocks wait for these, and nobody for the weights.
+  constexpr bool Twos = Segments > 1 && Segment == 2 * RING_K && K % Segment == 0 && RING_SLOTS >= 2;
   u32 self = threadIdx.x;
   opaque(self);  // what follows from it is not kept in registers from layer to layer
   const int lane = self & 31, g = lane >> 2, t = lane & 3, row8 = lane & 7, quarter8 = lane >> 3;
   const int first = stream.plan.first[P], units = stream.plan.units[P];
   const Fragments<T> fragments(x, zeros, x_pitch(K), lane);
+  auto load_weights = [&](u32(&w)[RING_K / 32][4], const T *chunk) {
+#pragma unroll
+    for (int pair = 0; pair < RING_K / 32; ++pair)
+      ldmatrix_x4(w[pair], chunk + tile_offset<RING_K>(row8, pair * 4 + quarter8));
+  };
+  bool fill_later = false;
 
   for (; unit < units; unit += WARPS) {
     const int tile = unit / Segments, k0 = unit % Segments * Segment, end = min(k0 + Segment, K);
     float acc[4] = {0.f, 0.f, 0.f, 0.f};
+    if constexpr (Twos) {
+      const T *chunks[2];
+      stream.front(chunks);
+      u32 w[2][RING_K / 32][4];
+      load_weights(w[0], chunks[0]);
+      load_weights(w[1], chunks[1]);
+      multiply_chunk(acc, w[0], fragments, k0);
+      multiply_chunk(acc, w[1], fragments, k0 + RING_K);
+      fill_later = unit + WARPS >= units;
+      if (!fill_later) {
+        __syncwarp();  // every lane has read the slots
+        stream.fill();
+        stream.fill();
+      }
+    } else {
 #pragma unroll 1
-    for (int k = k0; k < end; k += RING_K) {
-      const T *const chunk = stream.front();
-      u32 w[RING_K / 32][4];
+      for (int k = k0; k < end; k += RING_K) {
+        const T *const chunk = stream.front();
+        u32 w[RING_K / 32][4];
+        load_weights(w, chunk);
+        __syncwarp();  // every lane has read the slot
+        stream.fill();
+        if constexpr (WholeChunks) {
+          multiply_chunk(acc, w, fragments, k);
+        } else {
 #pragma unroll
-      for (int pair = 0; pair < RING_K / 32; ++pair)
-        ldmatrix_x4(w[pair], chunk + tile_offset<RING_K>(row8, pair * 4 + quarter8));
-      __syncwarp();  // every lane has read the slot
-      stream.fill();
-#pragma unroll
-      for (int pair = 0; pair < RING_K / 32; ++pair) {
-        if (!WholeChunks && k + pair * 32 >= end) break;
-        u32 a[2][4];
-        if (WholeChunks || k + pair * 32 + 32 <= K) {
-          fragments.load(a, k + pair * 32);
-          mma_m16n8k16<T>(acc, a[0], w[pair][0], w[pair][1]);
-          mma_m16n8k16<T>(acc, a[1], w[pair][2], w[pair][3]);
-        } else {  // the last 16 of K: the second step would read past the rows of x
-          const T *const row = lane < 16 || ROWS > 8 ? fragments.lane_row + (fragments.present ? k + pair * 32 : 0) : zeros;
-          u32 r[4];
-          ldmatrix_x4(r, row);
-          const u32 low[4] = {r[0], ROWS <= 8 ? 0u : r[1], ROWS <= 8 ? r[1] : r[2], ROWS <= 8 ? 0u : r[3]};
-          mma_m16n8k16<T>(acc, low, w[pair][0], w[pair][1]);
+          for (int pair = 0; pair < RING_K / 32; ++pair) {
+            if (k + pair * 32 >= end) break;
+            u32 a[2][4];
+            fragments.load(a, k + pair * 32, k + pair * 32 + 32 <= K);
+            mma_m16n8k16<T>(acc, a[0], w[pair][0], w[pair][1]);
+            if (k + pair * 32 + 32 <= K) mma_m16n8k16<T>(acc, a[1], w[pair][2], w[pair][3]);
+          }
         }
       }
     }
@@ -219,5 +274,9 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
       else
         out.store(a, b, row, (first + tile) * 8 + column);
     }
+  }
+  if (fill_later) {
+    stream.fill();
+    stream.fill();
   }
 }

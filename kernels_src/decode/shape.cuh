@@ -41,6 +41,12 @@ static_assert(HEAD_DIM % 16 == 0 && HEAD_DIM <= 128, "a chunk of keys and values
 static_assert(HIDDEN % 16 == 0 && Q_SIZE % 16 == 0 && INTERMEDIATE % 16 == 0 && VOCAB % 8 == 0, "whole k-steps and tiles");
 static_assert(ROWS >= 1 && ROWS <= 16, "rows of one mma tile");
 
+// ---- attention
+// Chunks of all sequences that every block merges for itself, reading all their results; more are merged together, behind a
+// barrier.
+constexpr int INLINE_CHUNKS = DIRECT ? 3 : 4;
+constexpr int PART_WORDS = HEAD_DIM + 8;  // with DIRECT, a chunk of a head: accumulators, m, l of four lanes, unused
+
 // ---- shared memory
 constexpr int RING_ELEMENTS = 8 * RING_K;  // of a slot
 constexpr int KEYS = ATTENTION_CHUNK, KEY_TILE = ATTENTION_TILE, KEY_GROUPS = KEYS / 16;
@@ -82,4 +88,6 @@ struct Shared {
   static constexpr int bytes = plan + (int)sizeof(Plan);
 };
 static_assert(Shared::x % 16 == 0 && X_BYTES % 16 == 0 && KV_BYTES % 16 == 0 && sizeof(RowState) == 32, "alignment");
+// Statistics of chunks that every block merges lie over q and p for a moment.
+static_assert(!DIRECT || ROWS * HEADS * INLINE_CHUNKS * 20 <= Shared::key_max - Shared::q, "statistics");
 static_assert(Shared::bytes <= SHARED_BYTES, "decode_step.py asks for too little shared memory");

@@ -73,6 +73,13 @@ template <class T> struct WeightStream {
     for (int i = 0; i < RING_SLOTS; ++i) fill();
   }
 
+  // The two oldest slots, readable by the whole warp; then fill() twice.
+  __device__ __forceinline__ void front(const T *(&chunks)[2]) {
+    cp_async_wait<(RING_SLOTS >= 2 ? RING_SLOTS - 2 : 0)>();
+    __syncwarp();
+    chunks[0] = ring + slot * RING_ELEMENTS;
+    chunks[1] = ring + (slot + 1 == RING_SLOTS ? 0 : slot + 1) * RING_ELEMENTS;
+  }
   // The oldest slot, readable by the whole warp; then fill().
   __device__ __forceinline__ const T *front() {
     cp_async_wait<RING_SLOTS - 1>();

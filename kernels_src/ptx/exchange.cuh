@@ -31,29 +31,42 @@ __device__ __forceinline__ void send_words(u64 *words, u32 first, u32 second, u3
 #endif
 }
 
-// Four words, two neighbours each at two places, 16-byte aligned; returns when all of them bear the tag. Under emulation they
-// must be there already.
-__device__ __forceinline__ void receive_words(u32 (&payload)[4], const u64 *first, const u64 *second, u32 tag PTX_SITE) {
-  u64 w[4];
+// Groups of four words, two neighbours each at two places, 16-byte aligned, those whose bit is set in `wanted`; returns when
+// all of them bear the tag. The loads of all groups are in flight together. Under emulation the words must be there already.
+template <int N>
+__device__ __forceinline__ void receive_words(u32 (&payload)[N][4], const u64 *const (&first)[N],
+                                              const u64 *const (&second)[N], u32 wanted, u32 tag PTX_SITE) {
+  u64 w[N][4];
 #ifdef CUKERN_EMU
-  emu_access(first, 16, 0, 16, "receive_words", PTX_HERE);
-  emu_access(second, 16, 0, 16, "receive_words", PTX_HERE);
-  for (int i = 0; i < 4; ++i) {
-    w[i] = i < 2 ? first[i] : second[i - 2];
-    if ((u32)(w[i] >> 32) != tag) emu_trap("receive_words: a word that was not sent", PTX_HERE);
+  for (int n = 0; n < N; ++n) {
+    if (!(wanted >> n & 1)) continue;
+    emu_access(first[n], 16, 0, 16, "receive_words", PTX_HERE);
+    emu_access(second[n], 16, 0, 16, "receive_words", PTX_HERE);
+    for (int i = 0; i < 4; ++i) {
+      w[n][i] = i < 2 ? first[n][i] : second[n][i - 2];
+      if ((u32)(w[n][i] >> 32) != tag) emu_trap("receive_words: a word that was not sent", PTX_HERE);
+    }
   }
 #else
   bool all;
   do {
-    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(w[0]), "=l"(w[1]) : "l"(first) : "memory");
-    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(w[2]), "=l"(w[3]) : "l"(second) : "memory");
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+      if (wanted >> n & 1) {
+        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(w[n][0]), "=l"(w[n][1]) : "l"(first[n]) : "memory");
+        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(w[n][2]), "=l"(w[n][3]) : "l"(second[n]) : "memory");
+      }
     all = true;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) all = all && (u32)(w[i] >> 32) == tag;
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) all = all && (!(wanted >> n & 1) || (u32)(w[n][i] >> 32) == tag);
   } while (!all);
 #endif
 #pragma unroll
-  for (int i = 0; i < 4; ++i) payload[i] = (u32)w[i];
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) payload[n][i] = wanted >> n & 1 ? (u32)w[n][i] : 0u;
 }
 
 // Every block, between sending and the first receive of what others send: nothing on a GPU. Under emulation, where blocks do
