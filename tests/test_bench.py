@@ -7,15 +7,18 @@ import csv
 import math
 import subprocess
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+import cukern
 from cukern.bench import run as run_module
 from cukern.bench.attention import attention_cases
 from cukern.bench.cases import Arrays, Case, Prepared, spread
+from cukern.bench.decode import DecodeBench, DecodeCase, decode_cases
 from cukern.bench.linear import LinearCase
 from cukern.bench.machine import facts, require_gpu
 from cukern.bench.model import ModelBench, forward_flops
@@ -24,6 +27,7 @@ from cukern.bench.report import Floors, Report, Row
 from cukern.bench.run import Options, measure, run, select
 from cukern.bench.startup import startup
 from cukern.bench.timing import GpuTimer
+from cukern.bench.torch_peer import TorchDecoder
 from cukern.models import demo_checkpoint
 
 FLOORS = Floors(4e12, 8e14)
@@ -312,24 +316,74 @@ def test_model_rows_without_peers(bench):
 
 
 def test_decode_rows(bench):
-    rows = bench.decode((1, 3), (5,), steps=6)
-    assert [r.case for r in rows] == ["demo B1 ctx5", "demo B3 ctx5"]
-    assert rows[0].status == "ok"
+    cases = decode_cases((1, 3), (5,), ("greedy", "sampled"))
+    rows = list(DecodeBench(bench, "NVIDIA H200", steps=8).rows(cases))
+    assert [r.case for r in rows] == [
+        "demo B1 ctx5 greedy", "demo B1 ctx5 sampled", "demo B3 ctx5 greedy", "demo B3 ctx5 sampled",
+    ]  # fmt: skip
+    assert [r.status for r in rows] == ["ok"] * 4
     weights = bench.model.config.num_parameters * 4
-    assert rows[1].nbytes == weights + 3 * 8 * (2 * 4 * 2 * 128 * 4)
+    assert rows[2].nbytes == weights + 3 * (5 + 8 + 4) * (2 * 4 * 2 * 128 * 4)
+    assert "tokens/s" in rows[0].note
+    assert "% of 4.8 TB/s" in rows[0].note
+    assert "no CUDA graphs: not on a GPU" in rows[0].note
 
 
-def test_a_sequence_that_differs_in_its_batch_is_counted(bench, monkeypatch):
-    steps = bench._decode_steps
+@pytest.mark.parametrize("what", ["first", "token", "logit"])
+def test_what_differs_between_captured_and_launched_steps_is_counted(bench, monkeypatch, what):
+    trace = DecodeBench._trace
 
-    def other(llm, prompts, sampling):
-        microseconds, first = steps(llm, prompts, sampling)
-        first.token_ids[2] += 1
-        return microseconds, first
+    def other(self, llm, prompts, case, *, plain):
+        first, steps = trace(self, llm, prompts, case, plain=plain)
+        if plain and what == "first":
+            first[0] += 1
+        if plain and what == "token":
+            steps[1][0][0] += 1
+        if plain and what == "logit":
+            steps[3][1][0, 7] += 1e-3
+        return first, steps
 
-    monkeypatch.setattr(bench, "_decode_steps", other)
-    (row,) = bench.decode((1,), (5,), steps=4)
+    monkeypatch.setattr(DecodeBench, "_trace", other)
+    (row,) = DecodeBench(bench, steps=4).rows(decode_cases((1,), (5,), ("greedy",)))
     assert (row.error, row.status) == (1.0, "FAIL")
+
+
+def test_decode_cases():
+    assert len(decode_cases()) == 10
+    assert decode_cases(samplings=["greedy"])[2] == DecodeCase(1, 32768, "greedy")
+    assert decode_cases((2,), (), ["sampled"]) == [DecodeCase(2, 128, "sampled")]
+    assert [c.label for c in decode_cases((1, 2), (7, 9), ["greedy"])] == [
+        "B1 ctx7 greedy", "B2 ctx7 greedy", "B1 ctx9 greedy", "B2 ctx9 greedy",
+    ]  # fmt: skip
+
+
+def test_peers_of_decoding(bench, monkeypatch):
+    """The fastest is kept, the others are noted, and one that fails does not end the run."""
+    measured = DecodeBench(bench, steps=4)
+    monkeypatch.setattr(bench, "torch", "torch")
+    monkeypatch.setattr(bench, "transformers_model", "transformers")
+    monkeypatch.setattr(bench, "collect", lambda: None)
+    monkeypatch.setattr(bench, "peer_step", lambda prompts, steps, compiled: 900.0)
+    monkeypatch.setattr(measured, "_torch_graph", lambda case: 400.0)
+    monkeypatch.setattr(measured, "_logits_row", lambda case: None)
+    row, _ = measured.rows(decode_cases((1,), (5,), ("greedy",)))
+    assert (row.peer, row.peer_microseconds) == ("torch graph", 400.0)
+    assert "transformers static 900 us" in row.note
+    monkeypatch.setattr(measured, "_torch_graph", lambda case: 1 / 0)
+    row, _ = measured.rows(decode_cases((1,), (5,), ("greedy",)))
+    assert row.peer == "transformers static"
+    assert "torch graph: ZeroDivisionError" in row.note
+
+
+@pytest.mark.parametrize("name", ["tied-fp16", "untied-bf16-sharded"])
+def test_the_torch_decoder_computes_what_we_compute(name):
+    torch = pytest.importorskip("torch")
+    model = cukern.Qwen3.from_pretrained(Path(__file__).parent / "data" / name, device="cpu")
+    assert TorchDecoder(torch, model, 3, 20).error(model, [1, 5, 9, 100, 7]) < 1e-5
+    decoder = TorchDecoder(torch, model, 2, 9, sampled=True, masked=False)
+    decoder.step()
+    assert decoder.position.tolist() == [10]
+    assert ((decoder.ids >= 0) & (decoder.ids < model.config.vocab_size)).all()
 
 
 def test_relative_error_of_logits(bench):
@@ -400,11 +454,17 @@ def test_all_parts_in_order(monkeypatch, tmp_path):
             done.append("prefill")
             return [row]
 
-        def decode(self, batches, contexts, *, compiled_peer):
+    class Decode:
+        def __init__(self, bench, gpu, *, compiled_peer):
+            assert (type(bench), gpu) == (Bench, "x")
+
+        def rows(self, cases):
+            assert len(cases) == 10
             done.append("decode")
             return [Row("x", "y", "z", 1.0, error=1.0, limit=0.0)]
 
     monkeypatch.setattr(run_module, "ModelBench", Bench)
+    monkeypatch.setattr(run_module, "DecodeBench", Decode)
     lines = []
     path = tmp_path / "x.csv"
     assert run(Options(operators=("rope",), csv=path, echo=lines.append, peers=False)) == 1

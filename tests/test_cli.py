@@ -395,15 +395,16 @@ def test_bench_options_and_exit_code(cli, monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr("cukern.bench.run.run", lambda options: seen.append(options) or len(seen) - 1)
     assert cli("bench", "--op", "rope", "--op", "linear", "--no-peers", "--csv", str(tmp_path / "x.csv"))[0] == 0
-    assert cli("bench", "decode", "prefill", "--batch", "2", "--batch", "4", "--context", "9", "--length", "7")[0] == 1
+    decode = ("--batch", "2", "--batch", "4", "--context", "9", "--sampling", "greedy")
+    assert cli("bench", "decode", "prefill", *decode, "--length", "7")[0] == 1
     assert cli("bench")[0] == 1
     first, second, third = seen
     assert (list(first.parts), list(first.operators), first.peers) == (["ops"], ["rope", "linear"], False)
     assert (list(second.parts), list(second.batches), list(second.contexts)) == (["decode", "prefill"], [2, 4], [9])
-    assert list(second.lengths) == [7]
+    assert (list(second.lengths), list(second.samplings)) == ([7], ["greedy"])
     assert (list(third.parts), list(third.batches), third.model) == (
         ["ops", "model", "prefill", "decode", "startup"],
-        [1, 16, 64],
+        [],
         "0.6B",
     )
 

@@ -37,7 +37,7 @@ def looped(llm: LLM, **options) -> LLM:
     """The LLM with its decoding forced through the loop."""
     engine = llm.engine
     defaults = {"max_num_seqs": engine.scheduler.max_num_seqs, "max_model_len": llm.max_model_len, "capture": False}
-    engine._loop = DecodeLoop(engine.model, engine.cache, engine.pool, **{**defaults, "persistent_rows": 0, **options})
+    engine.loop = DecodeLoop(engine.model, engine.cache, engine.pool, **{**defaults, "persistent_rows": 0, **options})
     return llm
 
 
@@ -80,7 +80,7 @@ def _values(top):
 def assert_released(llm: LLM) -> None:
     assert llm.num_free_blocks == llm.num_blocks
     assert llm.engine.scheduler.idle
-    assert not llm.engine._loop.busy
+    assert not llm.engine.loop.busy
 
 
 # -- the same bits -------------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def test_every_flavour_alone(make, params):
     prompts, sampling = requests((5, 9, 2), params=params)
     llm = looped(make())
     assert same(llm.generate(prompts, sampling), make().generate(prompts, sampling))
-    assert llm.engine._loop.flavour == Flavour.of(llm.defaults.resolve(
+    assert llm.engine.loop.flavour == Flavour.of(llm.defaults.resolve(
         s, vocab_size=VOCAB, room=9, fresh_seed=0) for s in sampling)  # fmt: skip
 
 
@@ -151,7 +151,7 @@ def test_rows_that_are_not_in_use_touch_no_page(make):
     llm = looped(make())
     prompts, sampling = requests((3, 17, 5))
     llm.generate(prompts, sampling)
-    assert llm.engine._loop._programs.keys() == {(4, 16)}
+    assert llm.engine.loop._programs.keys() == {(4, 16)}
     used = {0, 1, 2, 3}  # blocks are handed out from 0 up; the second prompt grows into a second block
     for cache in (llm.engine.cache.k, llm.engine.cache.v):
         written = ~np.isnan(cache).all(axis=(0, 2, 3, 4))
@@ -166,7 +166,7 @@ def test_a_context_that_outgrows_its_width(make):
     assert same(llm.generate(prompts, sampling), make().generate(prompts, sampling))
     prompts, sampling = requests((180,), max_tokens=90)
     assert same(llm.generate(prompts, sampling), make().generate(prompts, sampling))
-    assert llm.engine._loop._programs.keys() == {(1, 16), (1, 32)}
+    assert llm.engine.loop._programs.keys() == {(1, 16), (1, 32)}
 
 
 # -- ends ----------------------------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ def test_dropping_everything_waits_and_forgets(make):
     llm.engine.add([request])
     for _ in range(4):
         llm.engine.step()
-    assert llm.engine._loop.busy
+    assert llm.engine.loop.busy
     llm.engine.drop([request])
     assert_released(llm)
     assert not llm.engine.step()
@@ -641,7 +641,7 @@ def test_captured_logits_bit_for_bit(gpu_model, persistent_rows, params):
         llm.engine.add(running)
         out = []
         while llm.engine.step():
-            loop = llm.engine._loop
+            loop = llm.engine.loop
             if loop.program is not None:
                 out.append(loop.program.logits[loop.flavour].get()[:3])
         assert llm.engine.stats["replayed"] == (llm.engine.stats["decode_steps"] if capture else 0)

@@ -1,4 +1,4 @@
-"""The model as a whole: error of its logits, time of a prefill, tokens a second of decoding, beside transformers."""
+"""The model as a whole: error of its logits and time of a prefill, beside transformers. Decoding: decode.py."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ class ModelBench:
         import cukern
 
         self.folder, self.dtype, self.name = folder, dtype, name
+        self.torch = torch
         self._torch: Any = torch if transformers is not None else None
-        self._transformers = transformers
+        self.transformers_model = transformers
         self.model = cukern.Qwen3.from_pretrained(folder, dtype=dtype, device=device)
         self._half: Any = None
         self._peer_problem = ""
@@ -66,7 +67,7 @@ class ModelBench:
 
         The limit is ``ERROR_RATIO`` times the error of transformers in this dtype.
         """
-        prompts = [self._prompt(length) for length in lengths]
+        prompts = [self.prompt(length) for length in lengths]
         exact: list[Any] = [None] * len(prompts)
         if self._torch is not None:
             exact = self._peer(lambda: self._exact_logits(prompts)) or exact
@@ -103,10 +104,10 @@ class ModelBench:
         pieces of 336."""
         rows = []
         for length in lengths:
-            prompt = self._prompt(length).tolist()
-            whole = self._llm(1, length + 1)
+            prompt = self.prompt(length).tolist()
+            whole = self.llm(1, length + 1)
             once = self._first(whole, prompt)
-            pieces = self._llm(1, length + 1, max_batched_tokens=length // 3 + 1)
+            pieces = self.llm(1, length + 1, max_batched_tokens=length // 3 + 1)
             microseconds = self._wall(partial(self._first, whole, prompt))
             peer_us = None
             if self._torch is not None:
@@ -117,7 +118,7 @@ class ModelBench:
                     f"{self.name} B1 S{length}",
                     self.dtype,
                     microseconds,
-                    nbytes=self._weight_bytes(),
+                    nbytes=self.weight_bytes(),
                     flops=forward_flops(self.model.config, length, 1),
                     error=float(self._first(pieces, prompt) != once),
                     limit=0.0,
@@ -128,41 +129,7 @@ class ModelBench:
             )
         return rows
 
-    def decode(
-        self, batches: Sequence[int], contexts: Sequence[int], steps: int = 64, *, compiled_peer: bool = False
-    ) -> list[Row]:
-        """One decoding step, host included, greedy. Checked: the first sequence gives the same bits as alone."""
-        from cukern.engine import SamplingParams
-
-        rows = []
-        for context in contexts:
-            sampling = SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True, logprobs=True)
-            prompts = [self._prompt(context, seed=i).tolist() for i in range(max(batches))]
-            alone = self._llm(1, context + steps).generate(prompts[:1], sampling)[0]
-            for batch in batches:
-                llm = self._llm(batch, context + steps)
-                microseconds, first = self._decode_steps(llm, prompts[:batch], sampling)
-                same = [a == b for a, b in zip(first.token_ids + first.logprobs, alone.token_ids + alone.logprobs)]
-                peer_us = None
-                if self._torch is not None:
-                    peer_us = self._peer(partial(self._peer_step, prompts[:batch], steps, compiled_peer))
-                rows.append(
-                    Row(
-                        "decode",
-                        f"{self.name} B{batch} ctx{context}",
-                        self.dtype,
-                        microseconds,
-                        nbytes=self._weight_bytes() + batch * (context + steps / 2) * self._kv_bytes(),
-                        error=float(len(same) - sum(same)),
-                        limit=0.0,
-                        peer=("transformers static" + (" compiled" if compiled_peer else "")) if peer_us else "",
-                        peer_microseconds=peer_us,
-                        note=f"{batch / microseconds * 1e6:.0f} tokens/s; same bits as alone{self._peer_problem}",
-                    )
-                )
-        return rows
-
-    def _llm(self, batch: int, length: int, max_batched_tokens: int = 8192) -> Any:
+    def llm(self, batch: int, length: int, max_batched_tokens: int = 8192) -> Any:
         from cukern.engine import LLM
 
         blocks = batch * (-(-length // BLOCK) + 1)
@@ -183,33 +150,17 @@ class ModelBench:
         (completion,) = llm.generate([prompt], sampling)
         return completion.token_ids, completion.logprobs
 
-    @staticmethod
-    def _decode_steps(llm: Any, prompts: list[list[int]], sampling: Any) -> tuple[float, Any]:
-        """Median microseconds of the steps in which every sequence decodes, and the first sequence's completion."""
-        requests = [llm.request(prompt, sampling, "prompt") for prompt in prompts]
-        engine, times = llm.engine, []
-        engine.add(requests)
-        while any(r.num_generated == 0 for r in requests):
-            engine.step()
-        while requests[0].finish_reason is None:
-            began = time.perf_counter()
-            engine.step()
-            times.append(time.perf_counter() - began)
-        engine.drop(requests)
-        warm = min(8, len(times) - 1)
-        return statistics.median(times[warm:]) * 1e6, requests[0].completion()
-
-    def _weight_bytes(self) -> int:
+    def weight_bytes(self) -> int:
         """Bytes of weights that a step reads: all but an embedding table that is not also the head."""
         config = self.model.config
         table = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
         return (config.num_parameters - table) * self.model.dtype.itemsize
 
-    def _kv_bytes(self) -> int:
+    def kv_bytes(self) -> int:
         config = self.model.config
         return 2 * config.num_hidden_layers * config.kv_size * self.model.dtype.itemsize
 
-    def _prompt(self, length: int, seed: int = 0) -> np.ndarray:
+    def prompt(self, length: int, seed: int = 0) -> np.ndarray:
         return np.random.default_rng(seed).integers(0, self.model.config.vocab_size, length)
 
     def _wall(self, work: Callable[[], Any]) -> float:
@@ -222,7 +173,7 @@ class ModelBench:
     # -- transformers ------------------------------------------------------------------------------------------
 
     def _load_peer(self, dtype: str) -> Any:
-        load = self._transformers.AutoModelForCausalLM.from_pretrained
+        load = self.transformers_model.AutoModelForCausalLM.from_pretrained
         return load(self.folder, dtype=getattr(self._torch, dtype)).to(self._peer_device).eval()
 
     def _half_peer(self) -> Any:
@@ -242,8 +193,16 @@ class ModelBench:
         peer = self._load_peer("float32")
         exact = [self._peer_logits(peer, p) for p in prompts]
         del peer
-        self._collect()
+        self.collect()
         return exact
+
+    def compare_logits(self, ids: np.ndarray, steps: Sequence[Any]) -> tuple[float, float]:
+        """Error of our logits [1, V] of the last tokens of a sequence, one array a step, and what is allowed."""
+        count = len(steps)
+        exact = self._exact_logits([ids])[0][-count:]
+        theirs = self._peer_logits(self._half_peer(), ids)[-count:]
+        ours = self._torch.cat([self._tensor(logits) for logits in steps])
+        return self._relative_error(ours, exact), ERROR_RATIO * self._relative_error(theirs, exact)
 
     def _last_logits(self, prompt: np.ndarray) -> Any:
         return self._peer_logits(self._half_peer(), prompt, last=True)
@@ -253,7 +212,7 @@ class ModelBench:
             ids = self._torch.from_numpy(np.asarray(prompt, np.int64))[None].to(self._peer_device)
             return peer(ids, use_cache=False, logits_to_keep=1 if last else 0).logits[0].float()
 
-    def _peer_step(self, prompts: list[list[int]], steps: int, compiled: bool) -> float:
+    def peer_step(self, prompts: list[list[int]], steps: int, compiled: bool) -> float:
         """Microseconds a step of greedy generate with a static cache: the difference of two lengths."""
         torch = self._torch
         ids = torch.tensor(prompts, device=self._peer_device)
@@ -291,7 +250,7 @@ class ModelBench:
             scale += float(wanted.double().square().sum())
         return (off / scale) ** 0.5
 
-    def _collect(self) -> None:
+    def collect(self) -> None:
         gc.collect()
         if self.model.device.kind == "cuda":
             self._torch.cuda.empty_cache()

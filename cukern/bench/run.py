@@ -11,6 +11,7 @@ from typing import Any
 
 from cukern.bench.attention import attention_cases
 from cukern.bench.cases import Arrays, Case, Prepared
+from cukern.bench.decode import DecodeBench, decode_cases
 from cukern.bench.machine import facts, measure_floors, peer_module, require_gpu
 from cukern.bench.model import ModelBench
 from cukern.bench.operators import operator_cases, product_cases
@@ -36,12 +37,14 @@ class Options:
     model : str
         A published shape ("0.6B" to "32B"; random weights) or a checkpoint folder.
     dtype : str
-    batches, contexts, lengths : sequence of int
-        Of "decode", "decode" and "prefill".
+    batches, contexts, samplings : sequences
+        Of "decode"; its standard cases by default (see `decode_cases`).
+    lengths : sequence of int
+        Of "prefill".
     peers : bool
         Time torch and transformers too, where they can be imported.
     compiled_peer : bool
-        Let transformers compile its decoding step (minutes).
+        Let the peers of "decode" compile their step (minutes).
     csv : Path or None
     echo : callable
     """
@@ -50,8 +53,9 @@ class Options:
     operators: Sequence[str] = ()
     model: str = "0.6B"
     dtype: str = "float16"
-    batches: Sequence[int] = (1, 16, 64)
-    contexts: Sequence[int] = (128,)
+    batches: Sequence[int] = ()
+    contexts: Sequence[int] = ()
+    samplings: Sequence[str] = ()
     lengths: Sequence[int] = (512, 2048, 8192)
     peers: bool = True
     compiled_peer: bool = False
@@ -111,7 +115,7 @@ def run(options: Options) -> int:
             folder = _checkpoint(
                 options, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cukern-bench-")))
             )
-            for rows in _model_parts(options, folder, torch, transformers):
+            for rows in _model_parts(options, folder, torch, transformers, machine.get("gpu", "")):
                 for row in rows:
                     report.add(row)
         options.echo(report.summary())
@@ -163,7 +167,7 @@ def _time_peers(
     return times, notes
 
 
-def _model_parts(options: Options, folder: Path, torch: Any, transformers: Any) -> Any:
+def _model_parts(options: Options, folder: Path, torch: Any, transformers: Any, gpu: str) -> Any:
     if "startup" in options.parts:  # first: the GPU's memory is still free
         yield startup(folder, options.dtype, options.model)
     if not set(options.parts) & {"model", "prefill", "decode"}:
@@ -174,7 +178,8 @@ def _model_parts(options: Options, folder: Path, torch: Any, transformers: Any) 
     if "prefill" in options.parts:
         yield bench.prefill(options.lengths)
     if "decode" in options.parts:
-        yield bench.decode(options.batches, options.contexts, compiled_peer=options.compiled_peer)
+        cases = decode_cases(options.batches, options.contexts, options.samplings)
+        yield DecodeBench(bench, gpu, compiled_peer=options.compiled_peer).rows(cases)
 
 
 def _checkpoint(options: Options, scratch: Path) -> Path:

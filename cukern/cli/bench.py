@@ -19,6 +19,13 @@ def _check_parts(parts: list[str] | None) -> list[str] | None:
     return parts
 
 
+def _check_samplings(samplings: list[str] | None) -> list[str] | None:
+    for name in samplings or ():
+        if name not in ("greedy", "sampled"):
+            raise typer.BadParameter(f"must be greedy or sampled, got {name!r}")
+    return samplings
+
+
 def _check_dtype(value: str) -> str:
     if value not in ("float16", "bfloat16"):
         raise typer.BadParameter(f"must be float16 or bfloat16, got {value!r}")
@@ -42,11 +49,23 @@ def bench(
     dtype: Annotated[str, typer.Option(help="float16 or bfloat16.", callback=_check_dtype)] = "float16",
     batch: Annotated[
         list[int] | None,
-        typer.Option(help="Batch size, in 'decode' (may be repeated). Default: 1, 16, 64.", min=1, show_default=False),
+        typer.Option(
+            help="Batch size, in 'decode' (may be repeated). Default: 1, 64 and 256 at several contexts.",
+            min=1,
+            show_default=False,
+        ),
     ] = None,
     context: Annotated[
         list[int] | None,
-        typer.Option(help="Context, in 'decode' (may be repeated). Default: 128.", min=1, show_default=False),
+        typer.Option(help="Context, in 'decode' (may be repeated).", min=1, show_default=False),
+    ] = None,
+    sampling: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="greedy or sampled (top-k 20, top-p 0.95, temperature 0.6), in 'decode'. Default: both.",
+            callback=_check_samplings,
+            show_default=False,
+        ),
     ] = None,
     length: Annotated[
         list[int] | None,
@@ -56,7 +75,7 @@ def bench(
     ] = None,
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Time torch and transformers if there.")] = True,
     compiled_peer: Annotated[
-        bool, typer.Option("--compiled-peer", help="Let transformers compile its decoding step (minutes).")
+        bool, typer.Option("--compiled-peer", help="Let the peers of 'decode' compile their step (minutes).")
     ] = False,
     csv: Annotated[
         Path | None, typer.Option(help="Append the rows to this file.", dir_okay=False, show_default=False)
@@ -80,6 +99,7 @@ def bench(
         csv=csv,
         echo=typer.echo,
     )
+    options.samplings = sampling or options.samplings
     options.batches = batch or options.batches
     options.contexts = context or options.contexts
     options.lengths = length or options.lengths

@@ -129,8 +129,8 @@ class Engine:
         self.pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(self.pool, max_num_seqs, max_batched_tokens)
         self._runner = Runner(model, self.cache)
-        self._stream = OwnStream(model.device)
-        self._loop: DecodeLoop | None = None
+        self.stream = OwnStream(model.device)
+        self.loop: DecodeLoop | None = None
         self._max_model_len = max_model_len
         self._no_graphs = _graphs_problem(model, cuda_graphs)
         self._steps = 0
@@ -144,7 +144,7 @@ class Engine:
         """Counts since the start: ``steps`` in all; ``decode_steps`` of the fixed-buffer decoding loop, ``replayed`` of
         them as CUDA graphs, ``loads`` of batches into it, ``graphs`` that are kept; ``preempted`` requests; and
         ``cuda_graphs``, "on" or why they are not used."""
-        loop = self._loop
+        loop = self.loop
         problem = self._no_graphs or (loop.problem if loop else None)
         return {
             "steps": self._steps,
@@ -179,13 +179,13 @@ class Engine:
             raise RuntimeError("the engine is in the middle of a step; use one LLM from one thread at a time")
         self._stepping = True
         try:
-            with self._stream.use():
+            with self.stream.use():
                 worked = self._advance()
             self._steps += worked
             return worked
         except BaseException as error:
-            if self._loop is not None:
-                self._loop.forget()
+            if self.loop is not None:
+                self.loop.forget()
             self.scheduler.recover()
             if not os.environ.get("CUKERN_DEBUG"):
                 # A kept traceback (sys.last_value in a notebook) would keep the step's activations alive.
@@ -199,7 +199,7 @@ class Engine:
                 self._leave_loop()
 
     def _advance(self) -> bool:
-        loop = self._loop
+        loop = self.loop
         if loop is not None and loop.program is not None:
             if self.scheduler.wants_prompts():
                 loop.stale = True
@@ -212,7 +212,7 @@ class Engine:
         if plan is None:
             return False
         if plan.is_decode and self._no_graphs is None:
-            self._loop = self._loop or DecodeLoop(
+            self.loop = self.loop or DecodeLoop(
                 self.model,
                 self.cache,
                 self.pool,
@@ -220,10 +220,10 @@ class Engine:
                 max_model_len=self._max_model_len or self.model.max_positions,
                 capture=True,
             )
-        if plan.is_decode and self._loop is not None:
-            self._loop.load(plan)
-            self._loop.extend()
-            self._book(self._loop)
+        if plan.is_decode and self.loop is not None:
+            self.loop.load(plan)
+            self.loop.extend()
+            self._book(self.loop)
         else:
             self.scheduler.update(plan, self._runner.run(plan))
         return True
@@ -236,16 +236,16 @@ class Engine:
 
     def _leave_loop(self) -> None:
         """Requests were taken away from outside."""
-        if self._loop is None or self._loop.program is None:
+        if self.loop is None or self.loop.program is None:
             return
-        self._loop.stale = True
+        self.loop.stale = True
         if self.scheduler.idle:
-            self._loop.wait()
+            self.loop.wait()
 
     def close(self) -> None:
         """Wait until nothing runs on the GPU any more; called before the memory is given up."""
-        if self._loop is not None:
-            self._loop.wait()
+        if self.loop is not None:
+            self.loop.wait()
 
     def drop(self, sequences: Iterable[Sequence]) -> None:
         """Forget requests and free their blocks at once; finished ones are left alone."""

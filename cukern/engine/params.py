@@ -11,6 +11,7 @@ from typing import Any
 __all__ = ["GenerationDefaults", "ResolvedSampling", "SamplingParams"]
 
 MAX_SEED = 2**63 - 1
+_FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
 MAX_BIASED = 1024
 MAX_TOP_LOGPROBS = 20
 DEFAULT_MAX_TOKENS = 256
@@ -19,9 +20,12 @@ DEFAULT_MAX_TOKENS = 256
 def _real(name: str, value: Any, allowed: str) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"SamplingParams: {name} must be a number ({allowed}), got {value!r}")
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"SamplingParams: {name} must be finite ({allowed}), got {value!r}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not abs(number) <= _FLOAT32_MAX:  # the sampler computes in float32
+        raise ValueError(f"SamplingParams: {name} must be finite in float32 ({allowed}), got {value!r}")
     return number
 
 
@@ -294,8 +298,9 @@ class GenerationDefaults:
         return ResolvedSampling(
             temperature=float(temperature),
             top_k=0 if top_k <= 0 or top_k >= vocab_size else int(top_k),
-            top_p=float(_first(params.top_p, self.top_p, 1.0)),
-            min_p=float(_first(params.min_p, self.min_p, 0.0)),
+            # in float32 they must not become the 0 and the 1 that mean nothing
+            top_p=max(float(_first(params.top_p, self.top_p, 1.0)), 2.0**-126),
+            min_p=min(float(_first(params.min_p, self.min_p, 0.0)), 1 - 2.0**-24),
             seed=fresh_seed if params.seed is None else int(params.seed),
             max_tokens=room if params.max_tokens is None else int(params.max_tokens),
             stop=tuple(params.stop),
