@@ -206,10 +206,11 @@ __global__ void __launch_bounds__(THREADS, 1)
         const Item next = attention.item(more ? next_index : index);
         const int pages = more ? attention.pages(next) : -1;
         attention.attend(
-            item, later, layer_k, layer_v, [&]() { if (more) attention.template copy<Kv::key>(next, pages, layer_k); },
-            [&]() { if (more) attention.template copy<Kv::value>(next, pages, layer_v); });
+            item, later, layer_k, layer_v,
+            [&]() { more ? attention.template copy<Kv::key>(next, pages, layer_k) : cp_async_commit(); },
+            [&]() { more ? attention.template copy<Kv::value>(next, pages, layer_v) : cp_async_commit(); });
         item = next;
-        later = 0;
+        later = -1;
       }
     }
     STAMP(6);

@@ -100,8 +100,8 @@ template <class T> struct Attention {
     store_vec(target + HEAD_DIM / 2, h.second);
   }
 
-  // One item; the copies of its keys and values are committed, `later` ring fills ago. `next_keys` and `next_values` are called
-  // as soon as their buffers are free.
+  // One item. The copies of its keys and of its values are committed, those of the block's first item `later` ring fills ago,
+  // of others (later < 0) just now. `next_keys` and `next_values` are called as soon as their buffers are free; both commit.
   template <class NextKeys, class NextValues>
   __device__ __forceinline__ void attend(const Item &i, int later, T *k_cache, T *v_cache, const NextKeys &next_keys,
                                          const NextValues &next_values) const {
@@ -113,8 +113,12 @@ template <class T> struct Attention {
     const int key0 = i.chunk * KEYS, length = rows[i.row].length;
 
     const NewHeads heads = load_heads(i);
-    wait_behind(later);
-    __syncthreads();  // the cached keys and values are there
+    const bool values_later = later < 0 && !is_fresh(i);
+    if (values_later)
+      cp_async_wait<1>();
+    else
+      wait_behind(later);
+    __syncthreads();  // the cached keys are there, and the values unless they may come later
     place_heads(i, heads, k_cache, v_cache);
     __syncthreads();
 
@@ -169,7 +173,8 @@ template <class T> struct Attention {
         }
       }
     }
-    __syncthreads();  // p and the sums are there
+    if (values_later) cp_async_wait<1>();  // all but the next keys
+    __syncthreads();                       // p, the sums and the values are there
 
     // P V: a warp takes all keys for 16 columns.
     float acc[2][4] = {};
