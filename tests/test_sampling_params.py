@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 
 from cukern.engine.params import GenerationDefaults, SamplingParams
@@ -23,6 +24,8 @@ OUT_OF_RANGE = [
     ("seed", -1),
     ("seed", 2**63),
     ("max_tokens", -1),
+    ("temperature", 1e39),
+    ("temperature", 10**400),
     ("stop", ""),
     ("stop", ["a", ""]),
     ("stop_token_ids", [1, -1]),
@@ -138,3 +141,11 @@ def test_max_tokens_none_fills_the_context():
 def test_stop_token_outside_the_vocabulary():
     with pytest.raises(ValueError, match="stop_token_ids has 100, outside the vocabulary of 100"):
         resolve(SamplingParams(stop_token_ids=[99, 100]))
+
+
+def test_values_that_float32_would_round_to_others():
+    resolved = GenerationDefaults().resolve(
+        SamplingParams(temperature=1.0, top_p=1e-300, min_p=1 - 1e-12), vocab_size=10, room=5, fresh_seed=1
+    )
+    assert 0 < np.float32(resolved.top_p) < 1e-30
+    assert 0.999999 < np.float32(resolved.min_p) < 1

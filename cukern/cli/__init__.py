@@ -66,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     debug = "--debug" in arguments[:end] or os.environ.get("CUKERN_DEBUG", "") not in ("", "0")
     arguments = [a for i, a in enumerate(arguments) if a != "--debug" or i >= end]
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by the shell: as if it were the null device
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal that lacks a character shows "?" instead of failing
             stream.reconfigure(errors="replace")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 import time
@@ -145,7 +146,9 @@ def generate(
     completion = _run(llm, request, sampling, show=stream and not as_json)
     seconds = time.perf_counter() - started
     if as_json:
-        typer.echo(json.dumps(_as_dict(completion, text, llm, seconds), ensure_ascii=False))
+        # a stream that lacks a character would put "?" into the text
+        ascii_only = (sys.stdout.encoding or "").lower().replace("-", "") != "utf8"
+        typer.echo(json.dumps(_json_numbers(_as_dict(completion, text, llm, seconds)), ensure_ascii=ascii_only))
     elif not stream:
         typer.echo(completion.text)
 
@@ -164,7 +167,7 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
         assert prompt is not None
         return prompt
     try:
-        text = data.decode("utf-8")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{where} is not UTF-8 text ({error.reason} at byte {error.start})") from None
     return text.removesuffix("\n").removesuffix("\r")
@@ -202,6 +205,15 @@ def _as_dict(completion: Completion, prompt: str, llm: LLM, seconds: float) -> d
         "device": str(llm.model.device),
         "seconds": round(seconds, 6),
     }
+
+
+def _json_numbers(value: Any) -> Any:
+    """The value with null for what JSON has no number: a model that gives NaN must not give invalid output."""
+    if isinstance(value, dict):
+        return {k: _json_numbers(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_numbers(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @app.command(epilog="Example: cukern demo --emulate --tokens 8 --check")

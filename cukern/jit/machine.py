@@ -78,10 +78,18 @@ def info() -> Info:
         headers_version=headers_version,
         driver=version,
         gpus=gpus,
-        cache=cache.current().info(),
+        cache=_cache_info(problems),
         kernels_src=_sources(problems),
         problems=tuple(problems),
     )
+
+
+def _cache_info(problems: list[str]) -> cache.CacheInfo:
+    try:
+        return cache.current().info()
+    except ValueError as error:  # a bound that is no number
+        _add(problems, str(error))
+        return cache.Cache(max_bytes=0).info()
 
 
 def _add(problems: list[str], text: str) -> None:

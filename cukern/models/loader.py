@@ -217,8 +217,8 @@ class Checkpoint:
         found = self._hub_names()
         if config.num_hidden_layers > len(found):  # before billions of names are written down
             raise CheckpointError(
-                f"{self.folder}: num_hidden_layers is {config.num_hidden_layers} in config.json, but the files have only "
-                f"{len(found)} tensors"
+                f"{self.folder}: num_hidden_layers is {config.num_hidden_layers} in config.json, but the files have "
+                f"only {len(found)} tensors"
             )
         expected = tensor_shapes(config)
         head = found.pop("lm_head.weight", None) if config.tie_word_embeddings else None
