@@ -1,25 +1,20 @@
-// Linear layer: y[m, j] = sum_k x[m, k] w[j, k]  (+ bias[j])  (+ residual[m, j])
+// Linear layer for many rows: y[m, j] = sum_k x[m, k] w[j, k]  (+ bias[j])  (+ residual[m, j])
 //
 // Layouts    x [M, K], w [N, K] (T = half or bf16), bias [N] float, residual and out [M, N]; all row-major.
 // Order      The numerics contract, item 1: mma steps of 16 k, ascending, inside segments of `Segment` k (0: all of K); every
-//            segment starts from zero; segment sums are added in ascending order in float32. Both kernels below, at every
-//            tile size and with either operand as the mma's A, add the same numbers in the same order: their bits are equal.
-// Bound      linear_rows: bytes, N K 2 (M <= 64). linear_tile: flops, 2 M N K (larger M).
-// Launch     linear_tile  1-D grid of ceil(M/BM) ceil(N/BN) blocks of (BM/WM)(BN/WN) warps;
-//                         dynamic shared memory Stages (BM + BN) BK 2 bytes.
-//            linear_rows  grid (ceil(N/Rows), ceil(M/MT)), WarpsN * Slots warps; dynamic shared memory: see linear_rows.
-// Templates  T, Out (T or float), tile sizes, Segment, Aligned (K % 8 == 0 and 16-byte aligned bases; else element loads).
+//            segment starts from zero; segment sums are added in ascending order in float32. Every tile size, and
+//            linear_rows.cu, add the same numbers in the same order: their bits are equal.
+// Bound      flops, 2 M N K; below about 200 rows the bytes of w.
+// Tiles      A block computes BM x BN outputs, a warp WM x WN. K comes in steps of BK through a ring of `Stages` buffers
+//            filled by cp.async. Fragments of k-step s + 1 are loaded while the tensor cores work on s, across tiles too.
+// Launch     1-D grid of ceil(M/BM) ceil(N/BN) blocks of (BM/WM)(BN/WN) warps; dynamic shared memory
+//            Stages (BM + BN) BK 2 bytes. With pdl=True it waits for the kernel ahead before it touches memory.
+// Templates  T, Out (T or float), tile sizes, Segment, Aligned (K % 8 == 0 and 16-byte aligned x and w; else element loads).
 // Measured: see docs/performance.md
 #include "common/linear_tile.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
-
-// -0 is the identity of IEEE addition: -0 + x == x for every x, so the first segment sum is taken as it is.
-#define SUM_START -0.f
-
-// ------------------------------------------------------------------------------------------------ large M
-// Block tile BM x BN, warp tile WM x WN, K in steps of BK through a ring of `Stages` buffers filled by cp.async. Fragments of
-// k-step s + 1 are loaded while the tensor cores work on s, across tile borders too.
+#include "ptx/pdl.cuh"
 
 // Blocks that run together share rows of x and of w in L2: walk down GROUP row tiles, then one column to the right.
 template <int Group> __device__ __forceinline__ void grouped_tile(int tiles_m, int tiles_n, int &tile_m, int &tile_n) {
@@ -133,6 +128,8 @@ __global__ void __launch_bounds__(BM / WM *(BN / WN) * 32, MinBlocks)
     }
   };
 
+  grid_dependency_launch();
+  grid_dependency_wait();
   for (int s = 0; s < Stages - 1; ++s) copy_tile(s);
   cp_async_wait<Stages - 2>();
   __syncthreads();
@@ -226,200 +223,4 @@ __global__ void __launch_bounds__(BM / WM *(BN / WN) * 32, MinBlocks)
         }
       }
     }
-}
-
-// ------------------------------------------------------------------------------------------------ small M
-// A block owns `Rows` rows of w for up to MT rows of x. Its warps form Slots x WarpsN: slot s walks K segments s, s + Slots, ...
-// (each its own chain of mma steps), and inside a slot every warp takes Rows / WarpsN rows of w. After each round of segments
-// the partial sums meet in shared memory and are added in ascending order by the threads that own the outputs.
-// WeightA: w is the mma's A operand (16 rows of w x 8 rows of x per step), else B (MT padded to 16 x 8 rows of w).
-//
-// Dynamic shared memory: 16 bytes of zeros (what ldmatrix reads for rows of x that do not exist), then Stages x Slots buffers of
-// (Rows + min(M, MT)) x BK elements, then the partial sums, Slots x MT x Rows floats; with one round only, the partial sums
-// lie over the buffers instead.
-template <class T, class Out, int MT, int Rows, int WarpsN, int Slots, int BK, int Stages, int Segment, bool WeightA, bool Aligned>
-__global__ void __launch_bounds__(WarpsN *Slots * 32)
-    linear_rows(const T *x, const T *w, const float *bias, const float *residual, Out *out, int m, int n, int k) {
-  constexpr int Threads = WarpsN * Slots * 32, SlotThreads = WarpsN * 32;
-  constexpr int Chunks = BK / 8, WarpRows = Rows / WarpsN;
-  static_assert(BK % 32 == 0 && Segment % BK == 0, "k-steps are loaded in pairs, a segment ends with a tile");
-  static_assert(MT % 8 == 0 && (MT == 8 || MT % 16 == 0), "row tiles of x");
-  static_assert(WarpRows % (WeightA ? 16 : 8) == 0, "row tiles of w");
-  static_assert(Segment != 0 || Slots == 1, "one segment: one slot");
-  constexpr int XI = WeightA ? MT / 8 : (MT + 15) / 16;       // mma tiles along rows of x
-  constexpr int WI = WeightA ? WarpRows / 16 : WarpRows / 8;  // mma tiles along rows of w
-
-  extern __shared__ __align__(128) unsigned char smem[];
-  T *const zeros = reinterpret_cast<T *>(smem);
-  T *const ring = zeros + 8;
-  const int m0 = blockIdx.y * MT, n0 = blockIdx.x * Rows;
-  const int x_rows = min(m, MT);
-  const int buffer_elements = (Rows + x_rows) * BK;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int slot = warp / WarpsN, slot_thread = threadIdx.x % SlotThreads;
-  const int warp_row = warp % WarpsN * WarpRows;
-
-  const int segment = Segment ? Segment : ceil_div(k, 16) * 16;
-  const int segments = ceil_div(k, segment), rounds = ceil_div(segments, Slots);
-  const int segment_tiles = ceil_div(min(segment, k), BK), n_tiles = rounds * segment_tiles;
-  float *const partial =
-      reinterpret_cast<float *>(rounds == 1 ? smem : smem + 16 + (i64)Stages * Slots * buffer_elements * sizeof(T));
-
-  // the copies run Stages - 1 tiles ahead of the products
-  i64 copy_k = (i64)slot * segment;
-  int copy_left = segment_tiles, copied = 0;
-  auto copy_tile = [&]() {
-    if (copied < n_tiles && copy_k < k) {
-      T *const buffer = ring + (copied % Stages * Slots + slot) * buffer_elements;
-#pragma unroll 4
-      for (int i = slot_thread; i < Rows * Chunks; i += SlotThreads) {
-        const int row = i / Chunks, chunk = i % Chunks;
-        copy_chunk<T, Aligned>(buffer + tile_offset<BK>(row, chunk), w + (i64)(n0 + row) * k, copy_k + chunk * 8, k,
-                               n0 + row < n);
-      }
-      for (int i = slot_thread; i < x_rows * Chunks; i += SlotThreads) {
-        const int row = i / Chunks, chunk = i % Chunks;
-        copy_chunk<T, Aligned>(buffer + Rows * BK + tile_offset<BK>(row, chunk), x + (i64)(m0 + row) * k,
-                               copy_k + chunk * 8, k, m0 + row < m);
-      }
-    }
-    cp_async_commit();
-    ++copied;
-    copy_k += BK;
-    if (--copy_left == 0) {  // on to this slot's segment in the next round
-      copy_left = segment_tiles;
-      copy_k += (i64)Slots * segment - (i64)segment_tiles * BK;
-    }
-  };
-
-  float acc[XI][WI][4];
-  auto clear = [&]() {
-#pragma unroll
-    for (int i = 0; i < XI; ++i)
-#pragma unroll
-      for (int j = 0; j < WI; ++j)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) acc[i][j][e] = 0.f;
-  };
-  clear();
-
-  // ldmatrix rows of this lane. A tile of 16 rows: x4 is (rows, k-half) 00 10 01 11; one of 8 rows: x4 is two k-steps.
-  const int row16 = lane & 15, half16 = lane >> 4, row8 = lane & 7, quarter8 = lane >> 3;
-  auto x_chunk = [&](const T *buffer, int row, int chunk) {
-    return row < x_rows ? buffer + Rows * BK + tile_offset<BK>(row, chunk) : zeros;
-  };
-  // Fragments of two k-steps at a time, double-buffered: [buffer][tile][k-step][register]; tiles of 8 rows use k-step 0 alone,
-  // its four registers being two steps of two halves.
-  u32 xf[2][XI][2][4], wf[2][WI][2][4];
-  auto load_pair = [&](int to, const T *buffer, int chunk) {
-#pragma unroll
-    for (int i = 0; i < XI; ++i) {
-      if constexpr (WeightA || MT == 8) {
-        ldmatrix_x4(xf[to][i][0], x_chunk(buffer, i * 8 + row8, chunk + quarter8));
-      } else {
-#pragma unroll
-        for (int s = 0; s < 2; ++s) ldmatrix_x4(xf[to][i][s], x_chunk(buffer, i * 16 + row16, chunk + s * 2 + half16));
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < WI; ++j) {
-      if constexpr (WeightA) {
-#pragma unroll
-        for (int s = 0; s < 2; ++s)
-          ldmatrix_x4(wf[to][j][s], buffer + tile_offset<BK>(warp_row + j * 16 + row16, chunk + s * 2 + half16));
-      } else {
-        ldmatrix_x4(wf[to][j][0], buffer + tile_offset<BK>(warp_row + j * 8 + row8, chunk + quarter8));
-      }
-    }
-  };
-  auto multiply = [&](int from, int step) {
-#pragma unroll
-    for (int i = 0; i < XI; ++i)
-#pragma unroll
-      for (int j = 0; j < WI; ++j) {
-        const u32(&xr)[2][4] = xf[from][i];
-        const u32(&wr)[2][4] = wf[from][j];
-        if constexpr (WeightA) {
-          mma_m16n8k16<T>(acc[i][j], wr[step], xr[0][2 * step], xr[0][2 * step + 1]);
-        } else if constexpr (MT == 8) {
-          const u32 upper_half_empty[4] = {xr[0][2 * step], 0u, xr[0][2 * step + 1], 0u};
-          mma_m16n8k16<T>(acc[i][j], upper_half_empty, wr[0][2 * step], wr[0][2 * step + 1]);
-        } else {
-          mma_m16n8k16<T>(acc[i][j], xr[step], wr[0][2 * step], wr[0][2 * step + 1]);
-        }
-      }
-  };
-
-  // outputs owned by this thread for the ordered sum: (row, column) = e / Rows, e % Rows for e = thread, thread + Threads, ...
-  constexpr int Owned = (MT * Rows + Threads - 1) / Threads;
-  float total[Owned];
-#pragma unroll
-  for (int i = 0; i < Owned; ++i) total[i] = SUM_START;
-  const int g = lane >> 2, t = lane & 3;
-  auto end_round = [&](int first_segment) {
-    __syncthreads();  // buffers (if they are shared with) and the partial sums of the last round have been read
-    float *const mine = partial + slot * MT * Rows;
-#pragma unroll
-    for (int i = 0; i < XI; ++i)
-#pragma unroll
-      for (int j = 0; j < WI; ++j)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          if constexpr (WeightA) {
-            mine[(i * 8 + 2 * t + (e & 1)) * Rows + warp_row + j * 16 + g + (e >> 1) * 8] = acc[i][j][e];
-          } else {
-            if (MT == 8 && e >= 2) continue;
-            mine[(i * 16 + g + (e >> 1) * 8) * Rows + warp_row + j * 8 + 2 * t + (e & 1)] = acc[i][j][e];
-          }
-        }
-    __syncthreads();
-    const int present = min(Slots, segments - first_segment);
-#pragma unroll
-    for (int i = 0; i < Owned; ++i) {
-      const int e = threadIdx.x + i * Threads;
-      if (e < MT * Rows)
-        for (int s = 0; s < present; ++s) total[i] += partial[s * MT * Rows + e];
-    }
-  };
-
-  for (int s = 0; s < Stages - 1; ++s) copy_tile();
-  if (threadIdx.x < 8) zeros[threadIdx.x] = from_float<T>(0.f);
-  __syncthreads();
-  int tile = 0;
-  for (int round = 0; round < rounds; ++round) {
-    i64 at = ((i64)round * Slots + slot) * segment;
-    for (int i = 0; i < segment_tiles; ++i, ++tile, at += BK) {
-      cp_async_wait<Stages - 2>();
-      if constexpr (WarpsN == 1)
-        __syncwarp();  // a slot is one warp, and reads only what it copied
-      else
-        __syncthreads();
-      copy_tile();
-      const T *const buffer = ring + (tile % Stages * Slots + slot) * buffer_elements;
-      if (at + BK <= k) {
-        load_pair(0, buffer, 0);
-#pragma unroll
-        for (int pair = 0; pair < BK / 32; ++pair) {
-          if (pair + 1 < BK / 32) load_pair((pair + 1) & 1, buffer, (pair + 1) * 4);
-          multiply(pair & 1, 0);
-          multiply(pair & 1, 1);
-        }
-      } else {  // the end of K: as many k-steps as there are, the last one padded with zeros
-        for (int step = 0; step < BK / 16 && at + step * 16 < k; step += 2) {
-          load_pair(0, buffer, step * 2);
-          multiply(0, 0);
-          if (at + step * 16 + 16 < k) multiply(0, 1);
-        }
-      }
-    }
-    end_round(round * Slots);
-    clear();
-  }
-
-  const LinearOutput<Out> output{bias, residual, out, m, n};
-#pragma unroll
-  for (int i = 0; i < Owned; ++i) {
-    const int e = threadIdx.x + i * Threads;
-    if (e < MT * Rows) output.store(total[i], m0 + e / Rows, n0 + e % Rows);
-  }
 }

@@ -308,8 +308,8 @@ def _linear(a: Arrays, case: LinearCase) -> Prepared:
 
     def run(weight: Any) -> Any:
         if in_place:
-            return ops.linear(x, weight, residual=out)
-        return ops.linear(x, weight, dtype=dtype, out=out)
+            return ops.linear(x, weight, residual=out, static_weight=True)
+        return ops.linear(x, weight, dtype=dtype, out=out, static_weight=True)
 
     def check() -> float:
         rows, columns = spread(m, 16), spread(n, 192)

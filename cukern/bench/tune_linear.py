@@ -2,7 +2,8 @@
 
 Before a variant is timed its result is compared bit for bit with one fixed variant's, and that one with float64. The
 peer is ``torch.mm`` (cuBLAS) in the same process if torch is installed, else cuBLAS through CuPy outside a graph.
-Launches are replayed from a CUDA graph that walks through copies of the weight larger than the L2 cache.
+Launches are replayed from a CUDA graph that walks through copies of the weight larger than the L2 cache; each product
+may start while the one ahead ends, as in a model.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ def _time_variant(
     """Median microseconds of one launch, replayed in a graph of `repetitions`."""
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        _linear_variant(variant, x, weights[0], out=out)
+        _linear_variant(variant, x, weights[0], out=out, static_weight=True)
         stream.synchronize()
         stream.begin_capture()
         for i in range(repetitions):
-            _linear_variant(variant, x, weights[i % len(weights)], out=out)
+            _linear_variant(variant, x, weights[i % len(weights)], out=out, static_weight=True)
         graph = stream.end_capture()
         return _time_replay(cupy, stream, lambda: graph.launch(stream), repetitions, rounds)
 
@@ -134,8 +135,8 @@ def _compile(work: Sequence[tuple[LinearCase, list[variants.Variant]]], dtype: A
         segment = variants.template_segment(case.n, case.k)
         for option in [*options, _CONTROL]:
             for out in (ctype, "float"):
-                template = (ctype, out, *option.template(segment), 1)
-                specs[registry.KernelSpec("linear.cu", option.kernel, template)] = None
+                template = (ctype, out, *option.template(segment))
+                specs[registry.KernelSpec(option.file, option.kernel, template)] = None
     built = registry.compile_all([jit.device().arch], specs=list(specs))
     for failed in [b for b in built if b.error]:
         print(f"! {failed.spec}: {failed.error.splitlines()[0]}")
@@ -161,9 +162,9 @@ def _check(cupy: Any, case: LinearCase, x: Any, weight: Any, options: Sequence[v
     return different, error
 
 
-def _options(case: LinearCase, aligned: bool, sm_count: int) -> list[variants.Variant]:
-    chosen = variants.select(case.m, case.n, case.k, aligned, sm_count)
-    return list(dict.fromkeys([chosen, *variants.candidates(case.m, case.n, case.k)]))
+def _options(case: LinearCase, gpu: variants.Gpu) -> list[variants.Variant]:
+    chosen = variants.select(case.m, case.n, case.k, True, gpu)
+    return list(dict.fromkeys([chosen, *variants.candidates(case.m, case.n, case.k, gpu)]))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -190,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.layers or c.layer in options.layers.split(",")
     ]
     device, peer = jit.device(), _peer()
-    work = [(case, _options(case, True, device.sm_count)) for case in wanted]
+    work = [(case, _options(case, variants.Gpu.of(device))) for case in wanted]
     count = _compile(work, dtype)
     seconds = time.perf_counter() - started
     print(f"{device.name}, {options.dtype}, peer {peer.name}; {count} kernels in {seconds:.0f} s")

@@ -149,12 +149,13 @@ class Qwen3:
                     tap(i + 1, x)
             if batch.logits_indices is not None:
                 x = x[batch.logits_indices]
-            return ops.linear(ops.rms_norm(x, w.norm, eps, dtype=self.dtype), w.head, dtype=np.float32)
+            h = ops.rms_norm(x, w.norm, eps, dtype=self.dtype)
+            return ops.linear(h, w.head, dtype=np.float32, static_weight=True)
 
     def _attention(self, x: Array, w: LayerWeights, batch: ForwardBatch, k_cache: Array, v_cache: Array) -> Array:
         c, ops = self.config, self._ops
         h = ops.rms_norm(x, w.input_norm, c.rms_norm_eps, dtype=self.dtype)
-        qkv = ops.linear(h, w.qkv, bias=w.qkv_bias)
+        qkv = ops.linear(h, w.qkv, bias=w.qkv_bias, static_weight=True)
         q = ops.qk_norm_rope_cache(
             qkv,
             w.q_norm,
@@ -179,13 +180,13 @@ class Qwen3:
                 block_tables=batch.block_tables,
                 seq_lens=batch.seq_lens,
             )
-        return ops.linear(y.reshape(-1, c.q_size), w.o, bias=w.o_bias, residual=x)
+        return ops.linear(y.reshape(-1, c.q_size), w.o, bias=w.o_bias, residual=x, static_weight=True)
 
     def _mlp(self, x: Array, w: LayerWeights) -> Array:
         ops = self._ops
         h = ops.rms_norm(x, w.post_norm, self.config.rms_norm_eps, dtype=self.dtype)
-        h = ops.swiglu(ops.linear(h, w.gate_up))
-        return ops.linear(h, w.down, residual=x)
+        h = ops.swiglu(ops.linear(h, w.gate_up, static_weight=True))
+        return ops.linear(h, w.down, residual=x, static_weight=True)
 
     # -- conveniences -------------------------------------------------------------------------------------
 

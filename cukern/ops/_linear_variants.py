@@ -7,23 +7,51 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from cukern.ops._numerics import segment_length
 
-__all__ = ["RowsVariant", "TileVariant", "Variant", "candidates", "select", "template_segment"]
+__all__ = ["Gpu", "RowsVariant", "TileVariant", "Variant", "candidates", "select", "template_segment"]
 
 MAX_SHARED = 99 << 10
 """Shared memory of one block that every GPU from sm_80 on can give (sm_86, sm_89 and sm_120 have no more)."""
 
-ROWS_MAX_M = 64
-"""Up to this many rows the weight's bytes bound the product, and the kernel for few rows is used."""
+ROWS_MAX_M = 16
+"""Rows of x that one block of the kernel for few rows takes, the height of a tensor-core step."""
+
+_CHUNK_K, _CHUNK_BYTES = 128, 2048  # a chunk of linear_rows.cu: 8 rows of the weight x 128 k
+_SEGMENT_STAGES, _WHOLE_STAGES = 4, (6, 8)
+_MAX_WARPS = 12
+_PARTIAL_BYTES = 32 << 10
+
+
+class Gpu(NamedTuple):
+    """What the choice needs to know of a GPU; shared memory in bytes."""
+
+    sm_count: int
+    max_shared: int  # of one block
+    shared_per_sm: int
+
+    @classmethod
+    def of(cls, device: Any) -> Gpu:
+        """From a :class:`cukern.jit.DeviceInfo`."""
+        return cls(device.sm_count, device.max_shared_mem, device.shared_mem_per_sm)
+
+    @property
+    def shared_target(self) -> int:
+        """What a block may use so that the next kernel's blocks fit beside it and start to fetch their weights."""
+        return min(self.max_shared, max(MAX_SHARED, self.shared_per_sm // 2 - 1024))
 
 
 def template_segment(n: int, k: int) -> int:
     """The kernels' `Segment` for a weight [n, k]: the contract's segment length, 0 if that is all of K."""
     segment = segment_length(n, k)
     return 0 if segment >= k else segment
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 @dataclass(frozen=True)
@@ -38,6 +66,7 @@ class TileVariant:
     stages: int
     min_blocks: int = 1
 
+    file = "linear.cu"
     kernel = "linear_tile"
 
     def __str__(self) -> str:
@@ -47,191 +76,211 @@ class TileVariant:
     def threads(self) -> int:
         return self.bm // self.wm * (self.bn // self.wn) * 32
 
-    def fits(self, segment: int) -> bool:
+    def fits(self, m: int, n: int, k: int, max_shared: int = MAX_SHARED) -> bool:
         """Whether the accumulators fit in registers: with segments there are two sets of them."""
-        accumulators = self.wm * self.wn // 32 * (2 if segment else 1)
-        return accumulators <= 128 and self.shared_mem(1, 1, segment) <= MAX_SHARED
+        accumulators = self.wm * self.wn // 32 * (2 if template_segment(n, k) else 1)
+        return accumulators <= 128 and self.shared_mem(m, n, k) <= max_shared
 
-    def template(self, segment: int) -> tuple[int, ...]:
-        return (self.bm, self.bn, self.bk, self.wm, self.wn, self.stages, self.min_blocks, segment)
+    def template(self, segment: int, aligned: bool = True) -> tuple[int, ...]:
+        return (self.bm, self.bn, self.bk, self.wm, self.wn, self.stages, self.min_blocks, segment, int(aligned))
 
-    def grid(self, m: int, n: int) -> tuple[int, ...]:
-        return (-(-m // self.bm) * -(-n // self.bn),)
+    def grid(self, m: int, n: int) -> tuple[int, int, int]:
+        return (_ceil(m, self.bm) * _ceil(n, self.bn), 1, 1)
 
-    def shared_mem(self, m: int, k: int, segment: int) -> int:
+    def shared_mem(self, m: int, n: int, k: int) -> int:
         return self.stages * (self.bm + self.bn) * self.bk * 2
+
+    def arguments(self, m: int, n: int, k: int) -> tuple[int, ...]:
+        """What the kernel takes beside the arrays and the sizes."""
+        return ()
 
 
 @dataclass(frozen=True)
 class RowsVariant:
-    """`linear_rows`: a block computes up to `mt` rows of x by `rows` rows of the weight.
+    """`linear_rows`: `blocks` blocks share out the tiles of 8 rows of the weight, `warps` in each walk them.
 
-    `slots` segments of K at a time, `warps` warps in each; `weight_a`: the weight is the mma's A operand.
+    `rows`: rows of x in a block, at most 16. `x_slots`: chunks of x that wait in shared memory, 0 for all of them;
+    `stages` + 2 is the other choice, for a weight without segments.
     """
 
-    mt: int
-    rows: int
+    blocks: int
     warps: int
-    slots: int
-    bk: int
     stages: int
-    weight_a: bool = False
+    rows: int = ROWS_MAX_M
+    x_slots: int = 0
 
+    file = "linear_rows.cu"
     kernel = "linear_rows"
 
     def __str__(self) -> str:
-        operand = "A" if self.weight_a else "B"
-        return f"rows {self.mt}x{self.rows}x{self.bk} {self.slots}x{self.warps} warps s{self.stages} w={operand}"
+        passing = f" x{self.x_slots}" if self.x_slots else ""
+        return f"rows {self.rows} on {self.blocks} blocks of {self.warps} warps s{self.stages}{passing}"
 
     @property
     def threads(self) -> int:
-        return self.warps * self.slots * 32
+        return self.warps * 32
 
-    def fits(self, segment: int) -> bool:
-        """Whether it can run with these segments (one segment has one slot), in registers and shared memory."""
-        unit, warp_rows = (16 if self.weight_a else 8), self.rows // self.warps
-        ring = 16 + self.stages * self.slots * (self.rows + self.mt) * self.bk * 2
+    def fits(self, m: int, n: int, k: int, max_shared: int = MAX_SHARED) -> bool:
+        """Whether it can run this product: x passes through a ring only without segments, shared memory suffices."""
+        stages = (_SEGMENT_STAGES,) if template_segment(n, k) else _WHOLE_STAGES
+        whole_x = self.x_slots in (0, _ceil(k, _CHUNK_K))
+        passing = self.x_slots == self.stages + 2 and self.x_slots < _ceil(k, _CHUNK_K) and not template_segment(n, k)
         return (
-            (segment != 0 or self.slots == 1)
-            and self.rows % (self.warps * unit) == 0
-            and warp_rows <= 32
-            and warp_rows * self.mt <= 1024
-            and self.threads <= 1024
-            and ring + self.slots * self.mt * self.rows * 4 <= MAX_SHARED
+            k % 8 == 0
+            and self.stages in stages
+            and 1 <= self.rows <= ROWS_MAX_M
+            and 1 <= self.warps <= _MAX_WARPS
+            and (whole_x or passing)
+            and self.shared_mem(m, n, k) <= max_shared
         )
 
-    def template(self, segment: int) -> tuple[int, ...]:
-        return (self.mt, self.rows, self.warps, self.slots, self.bk, self.stages, segment, int(self.weight_a))
+    def template(self, segment: int, aligned: bool = True) -> tuple[int, ...]:
+        return (self.stages, segment)
 
-    def grid(self, m: int, n: int) -> tuple[int, ...]:
-        return (-(-n // self.rows), -(-m // self.mt))
+    def grid(self, m: int, n: int) -> tuple[int, int, int]:
+        return (self.blocks, _ceil(m, self.rows), 1)
 
-    def shared_mem(self, m: int, k: int, segment: int) -> int:
-        ring = 16 + self.stages * self.slots * (self.rows + min(m, self.mt)) * self.bk * 2
-        partial = self.slots * self.mt * self.rows * 4
-        one_round = segment == 0 or k <= segment * self.slots
-        return max(ring, partial) if one_round else ring + partial
+    def _units(self, n: int, k: int) -> tuple[int, int]:
+        """Tiles of the block that has most, and segments of each."""
+        segment = template_segment(n, k)
+        return _ceil(_ceil(n, 8), self.blocks), _ceil(k, segment) if segment else 1
+
+    def ring_bytes(self, n: int, k: int) -> int:
+        """Of all warps of a block: what is in flight at most."""
+        return self.warps * self._slots(n, k) * _CHUNK_BYTES
+
+    def _slots(self, n: int, k: int) -> int:
+        tiles, segments = self._units(n, k)
+        segment = template_segment(n, k)
+        return min(self.stages, _ceil(tiles * segments, self.warps) * _ceil(segment or k, _CHUNK_K))
+
+    def _rounds(self, m: int, n: int, k: int) -> tuple[int, int]:
+        """Tiles whose partial sums are kept at a time, and the buffers for them."""
+        tiles, segments = self._units(n, k)
+        tile_bytes = segments * min(self.rows, m) * 32
+        if tiles * tile_bytes <= _PARTIAL_BYTES:
+            return tiles, 1
+        return min(tiles, max(1, _PARTIAL_BYTES // 2 // tile_bytes)), 2
+
+    def shared_mem(self, m: int, n: int, k: int) -> int:
+        rows = min(self.rows, m)
+        partial = 0
+        if template_segment(n, k):
+            tiles, buffers = self._rounds(m, n, k)
+            partial = tiles * buffers * self._units(n, k)[1] * rows * 32
+        x_slots = self.x_slots or _ceil(k, _CHUNK_K)
+        return 2 * _CHUNK_K + self.ring_bytes(n, k) + x_slots * rows * 2 * _CHUNK_K + partial
+
+    def arguments(self, m: int, n: int, k: int) -> tuple[int, ...]:
+        """What the kernel takes beside the arrays, the sizes and `weight_ready`."""
+        x_slots = self.x_slots or _ceil(k, _CHUNK_K)
+        return (min(self.rows, m), self._slots(n, k), x_slots, self._rounds(m, n, k)[0])
 
 
 Variant = TileVariant | RowsVariant
 
-# Speed of a full block of each tile relative to the best, from the bytes of shared memory read per product.
-_TILES: dict[TileVariant, float] = {
-    TileVariant(128, 256, 32, 64, 64, 4): 1.0,
-    TileVariant(128, 128, 32, 64, 64, 4, 2): 1.0,
-    TileVariant(128, 128, 32, 64, 32, 4): 0.95,
-    TileVariant(128, 64, 32, 64, 32, 4, 2): 0.85,
-    TileVariant(64, 64, 64, 32, 32, 4, 2): 0.65,
+# Clock cycles of a k-step of 16 on an H200: a block alone pays both, of several on one multiprocessor each the second.
+_TILES: dict[TileVariant, tuple[int, int]] = {
+    TileVariant(128, 256, 32, 64, 64, 4): (60, 450),
+    TileVariant(128, 64, 64, 64, 32, 4, 2): (60, 193),
+    TileVariant(64, 64, 64, 32, 32, 4, 2): (30, 100),
 }
+_NARROW = TileVariant(64, 32, 64, 16, 32, 6, 2)
+_NARROW_CYCLES = (40, 52)
 _UNALIGNED_TILE = TileVariant(64, 64, 64, 32, 32, 4, 2)
-
-
-def _row_tile(m: int) -> int:
-    return 8 if m <= 8 else 16 if m <= 16 else 32 if m <= 32 else 64
-
-
-def _rows_with_segments(mt: int, rows: int, segments: int) -> RowsVariant | None:
-    """The variant that takes most segments at once; None if nothing fits."""
-    warps = max(1, rows // 32, rows * mt // 1024)
-    for slots in (16, 12, 8, 4, 2, 1):
-        if slots > 4 and slots >= segments + 4:
-            continue
-        for stages in (4, 3):
-            variant = RowsVariant(mt, rows, warps, slots, 64, stages, weight_a=mt == 8 and rows >= 16)
-            if variant.fits(256):
-                return variant
-    return None
-
-
-def _rows_whole(mt: int, rows: int) -> RowsVariant | None:
-    """One chain over all of K: the warps share the rows of the weight; as many bytes in flight as fit."""
-    weight_a = mt == 8 and rows >= 16
-    unit = 16 if weight_a or (mt == 64 and rows >= 32) else 8
-    warps = max(1, min(8, rows // unit))
-    for stages in (6, 5, 4, 3):
-        variant = RowsVariant(mt, rows, warps, 1, 128, stages, weight_a)
-        if variant.fits(0) and variant.shared_mem(mt, 1, 0) <= MAX_SHARED // (1 if rows <= 32 else 2):
-            return variant
-    return None
-
-
-def _row_choices(m: int, n: int, k: int) -> Iterator[RowsVariant]:
-    mt = _row_tile(m)
-    for rows in (8, 16, 32, 64):
-        found = _rows_with_segments(mt, rows, -(-k // 256)) if template_segment(n, k) else _rows_whole(mt, rows)
-        if found is not None:
-            yield found
-
 
 # Tiles that are timed by the tuning script but not chosen.
 _MORE_TILES = (
-    TileVariant(128, 128, 64, 64, 32, 3),
+    TileVariant(128, 128, 32, 64, 32, 4),
     TileVariant(128, 128, 64, 64, 64, 3, 2),
-    TileVariant(256, 128, 32, 64, 64, 4),
-    TileVariant(128, 64, 64, 64, 32, 4, 2),
     TileVariant(64, 128, 64, 32, 64, 3, 2),
-    TileVariant(64, 64, 64, 32, 32, 3, 3),
 )
 
 
-def candidates(m: int, n: int, k: int) -> list[Variant]:
+def _row_choices(m: int, n: int, k: int, gpu: Gpu) -> Iterator[tuple[float, RowsVariant]]:
+    """Variants that fit, with an estimate of their time: microseconds on an H200, right in proportion elsewhere."""
+    tiles, segment = _ceil(n, 8), template_segment(n, k)
+    blocks = min(tiles, gpu.sm_count)
+    per_block = _ceil(tiles, blocks)
+    stream_us = per_block * blocks * 16.0 * k / 4.2e6
+    rows = min(m, ROWS_MAX_M)
+    while rows:
+        for warps in range(1, _MAX_WARPS + 1):
+            for stages in (_SEGMENT_STAGES,) if segment else _WHOLE_STAGES:
+                for x_slots in (0,) if segment else (0, stages + 2):
+                    variant = RowsVariant(blocks, warps, stages, rows, x_slots)
+                    if not variant.fits(m, n, k, gpu.max_shared):
+                        continue
+                    units = per_block * (_ceil(k, segment) if segment else 1)
+                    turns = _ceil(units, warps)
+                    # bytes in flight: all there is, or enough to cover the latency of memory
+                    enough = min(56 << 10, units * (segment or k) * 16)
+                    starved = max(1.0, enough / variant.ring_bytes(n, k))
+                    uneven = 1.0 if segment else turns * warps / units
+                    # a warp needs about 0.2 us for a chunk: a chain of eight tensor-core steps behind a load
+                    busy = turns * _ceil(segment or k, _CHUNK_K) * 0.2
+                    time = stream_us * starved * uneven + 0.2 * busy
+                    if x_slots and turns > 1:
+                        time += stream_us * rows / (8 * warps)  # x again for every tile of a warp
+                    if variant.shared_mem(m, n, k) > gpu.shared_target:
+                        time += 1.0  # the next kernel cannot start beside it
+                    time *= _ceil(m, rows)
+                    yield time + 0.001 * warps, variant
+        rows //= 2
+
+
+def _best_rows(m: int, n: int, k: int, gpu: Gpu) -> RowsVariant | None:
+    return min(_row_choices(m, n, k, gpu), default=(0.0, None), key=lambda choice: choice[0])[1]
+
+
+def candidates(m: int, n: int, k: int, gpu: Gpu) -> list[Variant]:
     """Everything worth timing for a product [m, k] x [n, k]^T: what :func:`select` chooses from, and its neighbours."""
-    segment = template_segment(n, k)
     found: list[Variant] = []
-    if m <= 2 * ROWS_MAX_M:
-        for base in _row_choices(m, n, k):
-            found.append(base)
-            if base.rows % 16 == 0:
-                units = base.rows // 16
-                found.append(replace(base, weight_a=not base.weight_a, warps=min(base.warps, units)))
-            if segment == 0:
-                found += [replace(base, bk=64, stages=min(8, 2 * base.stages)), replace(base, bk=256, stages=3)]
-                found += [replace(base, stages=3), replace(base, warps=base.warps * 2)]
-            else:
-                found += [replace(base, stages=2), replace(base, bk=128, stages=2), replace(base, warps=2)]
-    if m > 16:
-        found += [*_TILES, *_MORE_TILES]
-    return [v for v in dict.fromkeys(found) if v.fits(segment)]
+    if m <= 4 * ROWS_MAX_M:
+        ranked = sorted(_row_choices(m, n, k, gpu), key=lambda choice: choice[0])
+        by_warps: dict[tuple[int, bool], RowsVariant] = {}
+        for _, variant in ranked:
+            by_warps.setdefault((variant.warps, variant.x_slots == 0), variant)
+        found += list(by_warps.values())[:6]
+    if m > ROWS_MAX_M:
+        found += [*_TILES, _NARROW, *_MORE_TILES]
+    return [v for v in dict.fromkeys(found) if v.fits(m, n, k, gpu.max_shared)]
 
 
 @functools.lru_cache(maxsize=8192)
-def select(m: int, n: int, k: int, aligned: bool, sm_count: int) -> Variant:
-    """The variant for a product of x [m, k] and a weight [n, k] on a GPU with `sm_count` multiprocessors.
+def select(m: int, n: int, k: int, aligned: bool, gpu: Gpu) -> Variant:
+    """The variant for a product of x [m, k] and a weight [n, k].
 
     Parameters
     ----------
     m, n, k : int
         Sizes.
     aligned : bool
-        Whether rows start at multiples of 16 bytes; else one generic variant of each kind serves.
-    sm_count : int
-        Multiprocessors of the GPU.
+        Whether rows start at multiples of 16 bytes; else one generic variant serves.
+    gpu : Gpu
 
     Returns
     -------
     TileVariant or RowsVariant
     """
-    segment = template_segment(n, k)
     if not aligned:
-        if m > ROWS_MAX_M:
-            return _UNALIGNED_TILE
-        return RowsVariant(16, 8, 1, 4, 64, 3) if segment else RowsVariant(16, 32, 4, 1, 64, 3)
-    if m <= ROWS_MAX_M:
-        best: Variant | None = None
-        best_cost = float("inf")
-        for variant in _row_choices(m, n, k):
-            blocks = -(-n // variant.rows)
-            # rows of the weight that the busiest multiprocessor streams, and the rows of x that come with each block
-            cost = -(-blocks // sm_count) * (variant.rows + 0.25 * min(m, variant.mt) + 1)
-            if cost < best_cost:
-                best, best_cost = variant, cost
-        if best is not None:
-            return best
+        return _UNALIGNED_TILE
+    segment = template_segment(n, k)
+    # A small weight stays in L2, so few blocks of 16 rows may each read it where tiles would leave the GPU half empty.
+    again = segment != 0 and (m <= 2 * ROWS_MAX_M or (m <= 4 * ROWS_MAX_M and _ceil(n, 64) < gpu.sm_count // 2))
+    if m <= ROWS_MAX_M or again:
+        rows = _best_rows(m, n, k, gpu)
+        if rows is not None:
+            return rows
 
-    def tile_cost(tile: TileVariant) -> float:
+    def cost(item: tuple[TileVariant, tuple[int, int]]) -> float:
+        tile, (alone, each) = item
         blocks = tile.grid(m, n)[0]
-        waves = -(-blocks // (sm_count * tile.min_blocks)) if blocks > sm_count else 1.0
-        resident = min(tile.min_blocks, -(-blocks // sm_count))
-        return waves * resident * tile.bm * tile.bn / _TILES[tile]
+        resident = min(tile.min_blocks, _ceil(blocks, gpu.sm_count))
+        waves = blocks / (gpu.sm_count * resident)
+        return max(1.0, _ceil(blocks, gpu.sm_count * resident) if waves < 8 else waves) * max(
+            alone + each, resident * each
+        )
 
-    return min((t for t in _TILES if t.fits(segment)), key=tile_cost)
+    tiles = dict(_TILES) if segment else {**_TILES, _NARROW: _NARROW_CYCLES}
+    return min((t for t in tiles.items() if t[0].fits(m, n, k)), key=cost)[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,9 @@ from cukern.ops._arrays import (
     check_shape,
     contiguous,
     place_arrays,
+    pointer,
 )
+from cukern.ops._linear_variants import Gpu
 from cukern.reference.linear import linear as reference_linear
 
 __all__ = ["kernel_variants", "linear"]
@@ -38,6 +40,7 @@ def linear(
     residual: Array | None = None,
     dtype: Any = None,
     out: Array | None = None,
+    static_weight: bool = False,
     backend: str = "cukern",
 ) -> Array:
     """``y = x @ weight.T``, plus a bias, plus a residual stream, in one kernel.
@@ -59,6 +62,10 @@ def linear(
         Of the result: that of `x` (default) or float32 (logits). With `residual` it is float32.
     out : array [..., N], optional
         Written and returned; contiguous, not the memory of `x`. Not with `residual`.
+    static_weight : bool
+        Promises that `weight` was written before the kernel launched just ahead of this one in the stream (a loaded
+        model's always is). The product of a few rows then fetches it while that kernel still runs (compute capability
+        9.0 and later).
     backend : {"cukern", "cublas"}
         "cublas" calls the vendor's library, for comparison: its bits change with the batch, and it cannot be captured.
 
@@ -80,7 +87,7 @@ def linear(
     -----
     NumPy arrays without emulation go to the reference (float32 and float64 too), with sums in NumPy's order.
     """
-    return _linear(x, weight, bias, residual, dtype, out, backend, None)
+    return _linear(x, weight, bias, residual, dtype, out, static_weight, backend, None)
 
 
 def _linear_variant(
@@ -92,9 +99,10 @@ def _linear_variant(
     residual: Array | None = None,
     dtype: Any = None,
     out: Array | None = None,
+    static_weight: bool = False,
 ) -> Array:
     """:func:`linear` by the kernel variant given, for tests and tuning. ValueError if it cannot run this weight."""
-    return _linear(x, weight, bias, residual, dtype, out, "cukern", variant)
+    return _linear(x, weight, bias, residual, dtype, out, static_weight, "cukern", variant)
 
 
 def _linear(
@@ -104,6 +112,7 @@ def _linear(
     residual: Array | None,
     dtype: Any,
     out: Array | None,
+    static_weight: bool,
     backend: str,
     variant: variants.Variant | None,
 ) -> Array:
@@ -128,10 +137,12 @@ def _linear(
     if backend == "cublas":
         _cublas(x, weight, bias, residual is not None, target, rows, n, k)
         return target
-    aligned = k % 8 == 0 and _address(weight) % 16 == 0
-    sm_count = _device().sm_count
-    kernel, grid, block, shared_mem = _plan(variant, CTYPES[x.dtype], CTYPES[out_dtype], rows, n, k, aligned, sm_count)
-    kernel(grid, block, (x, weight, bias, residual, target, rows, n, k), shared_mem=shared_mem)
+    aligned = k % 8 == 0 and pointer(weight) % 16 == 0
+    plan = _plan(variant, CTYPES[x.dtype], CTYPES[out_dtype], rows, n, k, aligned, variants.Gpu.of(_device()))
+    arguments = (x, weight, bias, residual, target, rows, n, k, *plan.arguments)
+    if plan.weight_ready:
+        arguments += (int(static_weight),)
+    plan.kernel(plan.grid, plan.block, arguments, shared_mem=plan.shared_mem, pdl=plan.pdl)
     return target
 
 
@@ -183,20 +194,39 @@ def _check(
     return out_dtype, n
 
 
+class _Plan(NamedTuple):
+    """How one shape is launched. `weight_ready`: the kernel takes that argument."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_mem: int
+    arguments: tuple[int, ...]
+    weight_ready: bool
+    pdl: bool
+
+
 @functools.lru_cache(maxsize=8192)
 def _plan(
-    variant: variants.Variant | None, ctype: str, out_ctype: str, m: int, n: int, k: int, aligned: bool, sm_count: int
-) -> tuple[Any, tuple[int, ...], tuple[int, ...], int]:
-    """Kernel, grid, block and shared memory; remembered, since decoding asks for the same few at every token."""
+    variant: variants.Variant | None, ctype: str, out_ctype: str, m: int, n: int, k: int, aligned: bool, gpu: Gpu
+) -> _Plan:
+    """Remembered, since decoding asks for the same few at every token."""
     from cukern import jit
 
-    segment = variants.template_segment(n, k)
     if variant is None:
-        variant = variants.select(m, n, k, aligned, sm_count)
-    elif not variant.fits(segment):
-        raise ValueError(f"linear: variant {variant} cannot run a weight [{n}, {k}] with segments of {segment or k}")
-    kernel = jit.kernel("linear.cu", variant.kernel, (ctype, out_ctype, *variant.template(segment), int(aligned)))
-    return kernel, variant.grid(m, n), (variant.threads,), variant.shared_mem(m, k, segment)
+        variant = variants.select(m, n, k, aligned, gpu)
+    elif not variant.fits(m, n, k, gpu.max_shared) or (variant.kernel == "linear_rows" and not aligned):
+        raise ValueError(f"linear: variant {variant} cannot run x [{m}, {k}] and a weight [{n}, {k}]")
+    template = (ctype, out_ctype, *variant.template(variants.template_segment(n, k), aligned))
+    return _Plan(
+        jit.kernel(variant.file, variant.kernel, template),
+        variant.grid(m, n),
+        (variant.threads, 1, 1),
+        variant.shared_mem(m, n, k),
+        variant.arguments(m, n, k),
+        variant.kernel == "linear_rows",
+        True,  # all kernels here wait for the one ahead before they touch what it may have written
+    )
 
 
 def _device() -> Any:
@@ -205,18 +235,22 @@ def _device() -> Any:
     return jit.device()
 
 
-def _address(array: Array) -> int:
-    if isinstance(array, np.ndarray):
-        return int(array.__array_interface__["data"][0])
-    return int(array.data.ptr)
-
-
 def kernel_variants() -> list[tuple[str, str, tuple[str | int, ...], None]]:
     """What the published Qwen3 sizes and the small models of the tests launch: (file, kernel, template, no defines).
 
     For compiling ahead and for the check that nothing spills; other shapes are compiled when they are met.
     """
     found: dict[tuple[str, str, tuple[str | int, ...], None], None] = {}
+    gpus = (Gpu(46, 99 << 10, 100 << 10), Gpu(108, 163 << 10, 164 << 10), Gpu(132, 227 << 10, 228 << 10))
+
+    def add(option: variants.Variant, ctype: str, out_ctype: str, n: int, k: int, aligned: bool = True) -> None:
+        template: tuple[str | int, ...] = (
+            ctype,
+            out_ctype,
+            *option.template(variants.template_segment(n, k), aligned),
+        )
+        found[(option.file, option.kernel, template, None)] = None
+
     for hidden, intermediate, heads in ((64, 176, 192), (1024, 3072, 2048), (4096, 12288, 4096)):
         for n, k, out in (
             (2 * heads, hidden, "same"),  # query, key and value heads; also the widest choice for N = 6144
@@ -225,18 +259,12 @@ def kernel_variants() -> list[tuple[str, str, tuple[str | int, ...], None]]:
             (hidden, intermediate, "float"),
             (151936, hidden, "float"),  # logits
         ):
-            segment = variants.template_segment(n, k)
             for m in (1, 16, 32, 64, 128, 512, 4096):
-                for sm_count in (46, 84, 132):
-                    option = variants.select(m, n, k, True, sm_count)
+                for gpu in gpus:
                     for ctype in ("half", "bf16"):
-                        out_ctype = ctype if out == "same" else out
-                        template: tuple[str | int, ...] = (ctype, out_ctype, *option.template(segment), 1)
-                        found[("linear.cu", option.kernel, template, None)] = None
-    for m, n in ((1, 8), (1, 2**24), (128, 8), (128, 2**24)):  # rows that do not start at 16 bytes
-        option = variants.select(m, n, 257, False, 132)
-        template = ("half", "half", *option.template(variants.template_segment(n, 257)), 0)
-        found[("linear.cu", option.kernel, template, None)] = None
+                        add(variants.select(m, n, k, True, gpu), ctype, ctype if out == "same" else out, n, k)
+    for n in (8, 2**24):  # rows that do not start at 16 bytes
+        add(variants.select(1, n, 257, False, gpus[0]), "half", "half", n, 257, False)
     return list(found)
 
 

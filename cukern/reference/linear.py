@@ -20,6 +20,7 @@ def linear(
     residual: np.ndarray | None = None,
     dtype: Any = None,
     out: np.ndarray | None = None,
+    static_weight: bool = False,
     backend: str = "cukern",
 ) -> np.ndarray:
     """``y = x @ weight.T + bias``, with the sums in float32 (float64 if the inputs are float64).
@@ -38,8 +39,9 @@ def linear(
         Of the result; default that of ``out``, else of ``x``. The value is rounded once, at the end.
     out : ndarray [..., N], optional
         Written and returned.
+    static_weight : bool
     backend : str
-        Accepted for the signature of :func:`cukern.ops.linear`; there is one backend here.
+        Both accepted for the signature of :func:`cukern.ops.linear`; there is one backend here, and no launch.
 
     Returns
     -------

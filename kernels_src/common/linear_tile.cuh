@@ -4,6 +4,9 @@
 #include "common/types.cuh"
 #include "ptx/cp_async.cuh"
 
+// -0 is the identity of IEEE addition: -0 + x == x for every x, so the first segment sum is taken as it is.
+#define SUM_START -0.f
+
 // A tile row of `Columns` 16-bit elements is Columns/8 chunks of 16 bytes; chunk c of row r lies at chunk (c ^ row_key(r)).
 // The eight rows that one ldmatrix phase or one store phase touches then fall on eight different bank groups.
 template <int Columns> __device__ __forceinline__ constexpr int row_key(int row) {
@@ -47,5 +50,16 @@ template <class Out> struct LinearOutput {
     if (row >= m || column >= n) return;
     const i64 at = (i64)row * n + column;
     out[at] = from_float<Out>(finish(sum, at, column));
+  }
+
+  // The same in two steps, the residual being loaded long before the sum is known; `valid` is about the row.
+  __device__ __forceinline__ float load_residual(int row, int column, bool valid) const {
+    return residual && valid && column < n ? residual[(i64)row * n + column] : 0.f;
+  }
+  __device__ __forceinline__ void store(float sum, int row, int column, bool valid, float loaded) const {
+    if (!valid || column >= n) return;
+    if (bias) sum += bias[column];
+    if (residual) sum = loaded + sum;
+    out[(i64)row * n + column] = from_float<Out>(sum);
   }
 };

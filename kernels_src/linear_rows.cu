@@ -1,0 +1,239 @@
+// Linear layer for few rows (M <= 16 a block): y[m, j] = sum_k x[m, k] w[j, k]  (+ bias[j])  (+ residual[m, j])
+//
+// Layouts    x [M, K], w [N, K] (T = half or bf16; K % 8 == 0, 16-byte aligned), bias [N] float, residual and out [M, N].
+// Order      The numerics contract, item 1, as in linear.cu: the bits are the same.
+// Bound      bytes: the weight, N K 2, is read once and as one stream that never stops. Every warp owns a ring of `Stages`
+//            chunks (8 rows of w x 128 k, 2 KB) in shared memory and a static list of units: a tile of 8 rows x one segment of
+//            K. Its copies run `Stages` chunks ahead, across units and tiles. The rows of x wait in shared memory.
+// Launch     grid (blocks, ceil(M / block_rows)); any number of blocks: tiles are dealt out evenly; up to 12 warps. With
+//            pdl=True and weight_ready the ring fills while the kernel ahead still runs. Dynamic shared memory, in order:
+//            256 bytes of zeros, warps x slots chunks of w, x_slots chunks of x (block_rows x 128), the partial sums.
+// Arguments  slots: chunks of a ring, Stages or all that a warp ever reads if that is less.
+//            x_slots: ceil(K / 128), all of x; without segments also Stages + 2: x then passes through a ring as well.
+//            round_tiles: with segments, tiles whose partial sums (block_rows x 8 floats a unit) are kept at a time; two
+//            such buffers if a block has more tiles than that.
+// Templates  T, Out (T or float), Stages, Segment (the contract's; 0: all of K is one chain).
+// Measured: see docs/performance.md
+#include "common/linear_tile.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/pdl.cuh"
+
+#define CHUNK_K 128
+#define CHUNK_ELEMENTS (8 * CHUNK_K)
+#define X_PANEL 2  // chunks of x that are copied at once where x passes through a ring
+
+// What one warp reads of w, in order.
+template <class T, int Segment> struct WeightStream {
+  const T *w;
+  int n, k;
+  int first, units, segments, unit_chunks, warps;  // of this block
+  T *ring;
+  int slots;
+  int unit, chunks_left, slot;  // fetched next
+  const T *source;              // this lane's first 16 bytes of the next chunk; it copies rows r, r + 2, r + 4, r + 6
+  int k_left, rows_left;
+
+  __device__ __forceinline__ void fetch() {
+    const int lane = threadIdx.x & 31, row = lane >> 4, piece = lane & 15;
+    if (chunks_left == 0 && unit < units) {
+      const int tile = first + (Segment ? unit / segments : unit), k0 = Segment ? unit % segments * Segment : 0;
+      source = w + (i64)(tile * 8 + row) * k + k0 + piece * 8;
+      k_left = k - k0 - piece * 8;
+      rows_left = n - tile * 8 - row;
+      chunks_left = unit_chunks;
+      unit += warps;
+    }
+    if (chunks_left > 0) {
+      T *const chunk = ring + slot * CHUNK_ELEMENTS;
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        cp_async_16(chunk + tile_offset<CHUNK_K>(row + 2 * i, piece), source + (i64)(2 * i) * k,
+                    k_left > 0 && 2 * i < rows_left);
+      source += CHUNK_K;
+      k_left -= CHUNK_K;
+      --chunks_left;
+    }
+    cp_async_commit();  // an empty group keeps the count
+    if (++slot == slots) slot = 0;
+  }
+};
+
+template <class T, class Out, int Stages, int Segment>
+__global__ void __launch_bounds__(384, 2)
+    linear_rows(const T *x, const T *w, const float *bias, const float *residual, Out *out, int m, int n, int k,
+                int block_rows, int slots, int x_slots, int round_tiles, int weight_ready) {
+  static_assert(Segment % CHUNK_K == 0 && Stages % X_PANEL == 0, "sizes");
+  const int threads = blockDim.x, warps = threads >> 5, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int g = lane >> 2, t = lane & 3;
+  const int m0 = blockIdx.y * block_rows, rows = min(block_rows, m - m0);
+  const int chunks = ceil_div(k, CHUNK_K), segments = Segment ? ceil_div(k, Segment ? Segment : 1) : 1;
+  const int tiles = ceil_div(n, 8);
+  const int first = (int)((i64)tiles * blockIdx.x / gridDim.x), last = (int)((i64)tiles * (blockIdx.x + 1) / gridDim.x);
+
+  extern __shared__ __align__(128) unsigned char smem[];
+  T *const zeros = reinterpret_cast<T *>(smem);  // a row of x that does not exist
+  T *const rings = zeros + CHUNK_K;
+  T *const x_chunks = rings + warps * slots * CHUNK_ELEMENTS;
+  const int x_chunk_elements = block_rows * CHUNK_K;
+
+  WeightStream<T, Segment> stream{
+      w, n, k, first, (last - first) * segments, segments, Segment ? Segment / CHUNK_K : chunks, warps,
+      rings + warp * slots * CHUNK_ELEMENTS, slots, warp, 0, 0, w, 0, 0};
+
+  grid_dependency_launch();
+  if (!weight_ready) grid_dependency_wait();
+#pragma unroll 1
+  for (int s = 0; s < Stages; ++s) stream.fetch();
+  if (weight_ready) grid_dependency_wait();
+
+  // The first chunks of x (all of them, or as many as the stream is ahead). Not by cp.async: that would have to wait for
+  // the whole ring.
+  {
+    for (int i = threadIdx.x; i < CHUNK_K; i += threads) zeros[i] = from_float<T>(0.f);
+    const int row_pieces = min(chunks, x_slots < chunks ? Stages : x_slots) * (CHUNK_K / 8), pieces = rows * row_pieces;
+    constexpr int Batch = 4;
+    for (int base = threadIdx.x; base < pieces; base += Batch * threads) {
+      Vec<T, 8> v[Batch];
+#pragma unroll
+      for (int i = 0; i < Batch; ++i) {
+        const int at = base + i * threads, row = at / row_pieces, piece = at % row_pieces;
+        v[i] = Vec<T, 8>{};
+        if (at < pieces && piece * 8 < k) v[i] = load_vec<T, 8>(x + (i64)(m0 + row) * k + piece * 8);
+      }
+#pragma unroll
+      for (int i = 0; i < Batch; ++i) {
+        const int at = base + i * threads, row = at / row_pieces, piece = at % row_pieces;
+        if (at < pieces)
+          store_vec(x_chunks + (piece >> 4) * x_chunk_elements + tile_offset<CHUNK_K>(row, piece & 15), v[i]);
+      }
+    }
+  }
+
+  // fragment addresses of this lane: x is the mma's A operand (16 rows, absent ones zero), w its B operand
+  const int x_row = lane & 15, x_half = lane >> 4, w_row = lane & 7, w_quarter = lane >> 3;
+  const bool has_x = x_row < rows;
+  int slot = 0;
+  // The oldest chunk of the ring times chunk `x_slot` of x, `left` k of them; the ring moves on.
+  auto multiply = [&](float(&acc)[4], int x_slot, int left) {
+    const T *const wc = stream.ring + slot * CHUNK_ELEMENTS;
+    const T *const xc = has_x ? x_chunks + x_slot * x_chunk_elements + x_row * CHUNK_K : zeros;
+    if (++slot == slots) slot = 0;
+    u32 b[4][4], a[4][4];  // b: two k-steps each; a: four of the eight k-steps
+    auto load_x = [&](int step) {
+      ldmatrix_x4(a[step & 3], xc + (((2 * step + x_half) ^ (x_row & 7)) << 3));
+    };
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+      ldmatrix_x4(b[s], wc + tile_offset<CHUNK_K>(w_row, 4 * s + w_quarter));
+      load_x(s);
+    }
+    __syncwarp();
+    stream.fetch();  // into the slot just read
+    if (left >= CHUNK_K) {
+#pragma unroll
+      for (int s = 0; s < 8; ++s) {
+        mma_m16n8k16<T>(acc, a[s & 3], b[s / 2][s % 2 * 2], b[s / 2][s % 2 * 2 + 1]);
+        if (s < 4) load_x(s + 4);
+      }
+    } else {  // the end of K: as many k-steps as there are, the last one padded with zeros
+#pragma unroll
+      for (int s = 0; s < 8; ++s) {
+        if (s * 16 < left) mma_m16n8k16<T>(acc, a[s & 3], b[s / 2][s % 2 * 2], b[s / 2][s % 2 * 2 + 1]);
+        if (s < 4) load_x(s + 4);
+      }
+    }
+  };
+  const LinearOutput<Out> output{bias, residual, out, m, n};
+
+  if constexpr (Segment == 0) {
+    // Warp by warp: a tile, all of K, straight from the accumulators to memory.
+    const bool x_streams = x_slots < chunks;
+    const int rounds = ceil_div(last - first, warps), positions = rounds * chunks;
+    int position = 0, x_slot = 0;
+    if (!x_streams) __syncthreads();
+    for (int round = 0; round < rounds; ++round) {
+      const int tile = first + round * warps + warp;
+      const bool active = tile < last;
+      if (!active && !x_streams) break;
+      float acc[4] = {0.f, 0.f, 0.f, 0.f};
+      float loaded[4];  // residuals of rows g and g + 8, columns 2t and 2t + 1
+      const auto row = [&](int e) { return g + (e >> 1) * 8; };
+      const int column = tile * 8 + 2 * t;
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        loaded[e] = output.load_residual(m0 + row(e), column + (e & 1), active && row(e) < rows);
+      for (int c = 0; c < chunks; ++c, ++position) {
+        cp_async_wait<Stages - 1>();
+        if (x_streams && position % X_PANEL == 0) {
+          // all warps are done with the panel before; what a thread copied of this one came with its chunk of w
+          __syncthreads();
+          for (int p = 0; p < X_PANEL; ++p) {
+            const int ahead = position + Stages + p;
+            if (ahead >= positions) break;
+            T *const target = x_chunks + ahead % x_slots * x_chunk_elements;
+            const int column = ahead % chunks * CHUNK_K;
+            for (int i = threadIdx.x; i < rows * 16; i += threads)
+              cp_async_16(target + tile_offset<CHUNK_K>(i >> 4, i & 15),
+                          x + (i64)(m0 + (i >> 4)) * k + column + (i & 15) * 8, column + (i & 15) * 8 < k);
+          }
+        } else {
+          __syncwarp();
+        }
+        if (active)
+          multiply(acc, x_slot, k - c * CHUNK_K);
+        else
+          stream.fetch();
+        if (++x_slot == x_slots) x_slot = 0;
+      }
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        output.store(acc[e], m0 + row(e), column + (e & 1), active && row(e) < rows, loaded[e]);
+    }
+    cp_async_wait<0>();
+  } else {
+    // Unit by unit; the sums of a tile's segments meet in shared memory and are added in ascending order.
+    float *const partial = reinterpret_cast<float *>(x_chunks + x_slots * x_chunk_elements);
+    const int unit_floats = block_rows * 8, round_units = round_tiles * segments;
+    __syncthreads();
+    int unit = warp;
+    for (int round = 0; round * round_tiles < last - first; ++round) {
+      const int tile0 = round * round_tiles, columns = min(round_tiles, last - first - tile0) * 8;
+      const int units_end = min((round + 1) * round_units, stream.units);
+      float *const sums = partial + (round & 1) * round_units * unit_floats;
+      // output e of the round: row e / columns, column e % columns; the residual of this thread's first one comes early
+      auto load_residual = [&](int e) {
+        return output.load_residual(m0 + e / columns, (first + tile0) * 8 + e % columns, e < rows * columns);
+      };
+      float loaded = load_residual(threadIdx.x);
+      for (; unit < units_end; unit += warps) {
+        const int segment = unit % segments;
+        float acc[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 1
+        for (int c = 0; c < Segment / CHUNK_K; ++c) {
+          cp_async_wait<Stages - 1>();
+          __syncwarp();
+          const int chunk = segment * (Segment / CHUNK_K) + c;
+          multiply(acc, min(chunk, chunks - 1), k - chunk * CHUNK_K);
+        }
+        float *const mine = sums + (unit - round * round_units) * unit_floats;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int row = g + (e >> 1) * 8;
+          if (row < rows) mine[row * 8 + 2 * t + (e & 1)] = acc[e];
+        }
+      }
+      __syncthreads();  // the other buffer of sums is free once all have come here
+      for (int e = threadIdx.x; e < rows * columns; e += threads) {
+        if (e != threadIdx.x) loaded = load_residual(e);
+        const int row = e / columns, column = e % columns;
+        const float *const of_tile = sums + (column >> 3) * segments * unit_floats + row * 8 + (column & 7);
+        float total = SUM_START;
+#pragma unroll 4
+        for (int s = 0; s < segments; ++s) total += of_tile[s * unit_floats];
+        output.store(total, m0 + row, (first + tile0) * 8 + column, true, loaded);
+      }
+    }
+    cp_async_wait<0>();
+  }
+}
