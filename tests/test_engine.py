@@ -291,6 +291,11 @@ def test_max_tokens(make):
         ([[True]], TypeError, "integer token ids, got True"),
         (5, TypeError, "prompts must be a text"),
         (b"bytes", TypeError, "prompts must be a text"),
+        (np.array(3), TypeError, "prompts must be a text"),
+        ({1, 2}, TypeError, "prompts must be a text, token ids, or a list of these, got set"),
+        ([{1, 2}], TypeError, r"prompts\[0\] must be a text or token ids, got set"),
+        ([np.array([[1, 2]])], TypeError, "integer token ids"),
+        ([[2**70]], ValueError, "token id 1180591620717411303424"),
         ([None], TypeError, r"prompts\[0\] must be a text or token ids"),
         ([[1] * 2048], ValueError, "2048 tokens; with max_tokens 8 that exceeds max_model_len"),
         ("a\ud800", ValueError, "lone surrogate"),
@@ -308,6 +313,9 @@ def test_other_refusals(llm, make, model):
         llm.generate("a", [short(), short()])
     with pytest.raises(TypeError, match="sampling must be SamplingParams, got dict"):
         llm.generate(["a"], [{"temperature": 1}])
+    for wrong in (5, {"temperature": 0}, SamplingParams):
+        with pytest.raises(TypeError, match="sampling must be SamplingParams or a list of them"):
+            llm.generate("a", wrong)
     with pytest.raises(ValueError, match="outside the vocabulary of 4096"):
         llm.generate("a", short(stop_token_ids=[4096]))
     small = make(num_blocks=4)
@@ -325,7 +333,9 @@ def test_other_refusals(llm, make, model):
         LLM(model, device="cpu")
 
 
-@pytest.mark.parametrize("name", ["max_num_seqs", "max_batched_tokens", "max_model_len", "num_blocks", "kv_memory"])
+@pytest.mark.parametrize(
+    "name", ["max_num_seqs", "max_batched_tokens", "block_size", "max_model_len", "num_blocks", "kv_memory"]
+)
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "8"])
 def test_sizes_must_be_positive_integers(model, name, value):
     with pytest.raises(ValueError, match=f"LLM: {name} must be a positive integer"):

@@ -85,7 +85,11 @@ class LLM:
     ) -> None:
         from cukern.models import Qwen3, resolve_checkpoint
 
-        for name, value in (("max_num_seqs", max_num_seqs), ("max_batched_tokens", max_batched_tokens)):
+        for name, value in (
+            ("max_num_seqs", max_num_seqs),
+            ("max_batched_tokens", max_batched_tokens),
+            ("block_size", block_size),
+        ):
             _check_positive(name, value)
         for name, size in (("max_model_len", max_model_len), ("num_blocks", num_blocks), ("kv_memory", kv_memory)):
             if size is not None:
@@ -169,6 +173,8 @@ class LLM:
         if sampling is None or isinstance(sampling, SamplingParams):
             params = [sampling] * len(listed)
         else:
+            if not isinstance(sampling, (list, tuple)):
+                raise TypeError(f"sampling must be SamplingParams or a list of them, got {type(sampling).__name__}")
             params = list(sampling)
             if len(params) != len(listed):
                 raise ValueError(
@@ -425,13 +431,19 @@ def _check_positive(name: str, value: Any) -> None:
         raise ValueError(f"LLM: {name} must be a positive integer, got {value!r}")
 
 
+def _unordered(value: Any) -> bool:
+    """Whether a value cannot be a list of anything: a single value, or a collection without an order."""
+    single = isinstance(value, (bytes, bytearray)) or getattr(value, "ndim", 1) == 0
+    return single or isinstance(value, (dict, set, frozenset)) or not hasattr(value, "__iter__")
+
+
 def _as_prompts(prompts: Any) -> list[Prompt]:
     """One prompt or many, as a list of prompts."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, np.ndarray) and prompts.ndim == 1 and prompts.size:
         return [prompts.tolist()]
-    if isinstance(prompts, (bytes, dict)) or not hasattr(prompts, "__iter__"):
+    if _unordered(prompts):
         raise TypeError(f"prompts must be a text, token ids, or a list of these, got {type(prompts).__name__}")
     listed = list(prompts)
     if listed and all(isinstance(p, (int, np.integer)) and not isinstance(p, bool) for p in listed):
@@ -440,7 +452,7 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
 
 
 def _token_ids(prompt: Any, name: str) -> list[int]:
-    if isinstance(prompt, (bytes, dict)) or not hasattr(prompt, "__iter__"):
+    if _unordered(prompt):
         raise TypeError(f"{name} must be a text or token ids, got {type(prompt).__name__}")
     ids = list(prompt)
     wrong = next((i for i in ids if isinstance(i, bool) or not isinstance(i, (int, np.integer))), None)
