@@ -273,6 +273,30 @@ def test_no_home_at_all(tmp_path: Path, folder: Path) -> None:
     assert done.stdout == "ran\n", done.stderr
 
 
+@pytest.mark.parametrize("answer", [RuntimeError("no home"), "~/.cache/cukern"], ids=["refuses", "keeps the ~"])
+def test_a_user_without_a_home(
+    tmp_path: Path, compiles: list[str], monkeypatch: pytest.MonkeyPatch, answer: RuntimeError | str
+) -> None:
+    """A container that runs under a number which is no account: HOME is not set and the system knows none."""
+
+    def user_cache_dir(*_: object, **__: object) -> str:
+        if isinstance(answer, str):
+            return answer
+        raise answer
+
+    monkeypatch.delenv("CUKERN_CACHE_DIR")
+    monkeypatch.setattr("platformdirs.user_cache_dir", user_cache_dir)
+    monkeypatch.chdir(tmp_path)
+    check_memory_only(tmp_path, compiles)
+    assert not (tmp_path / "~").exists()
+
+
+def test_a_cache_in_the_home_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUKERN_CACHE_DIR", "~no-such-user/cache")
+    with pytest.raises(ValueError, match="CUKERN_CACHE_DIR='~no-such-user/cache'"):
+        cache.default_folder()
+
+
 def test_a_read_only_folder(tmp_path: Path, folder: Path, compiles: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     folder.mkdir()
     if os.geteuid() == 0:  # root writes anywhere: make the calls fail as they do for others

@@ -33,6 +33,7 @@ _MAGIC = b"CUKERN1 "
 _STALE_SECONDS = 3600.0
 _LOCK_SECONDS = 600.0
 _DEFAULT_BOUND = 2 << 30
+_NOWHERE = Path(os.devnull, "no home folder")
 _ENTRY_NAME = re.compile(r"[0-9a-f]{64}")
 _STAGED_NAME = re.compile(r"cukern-\w+")
 _CORRUPT_NAME = re.compile(r"(?:sm|compute)_\w+-[0-9a-f]{64}-\d+")
@@ -51,11 +52,27 @@ def make_key(fields: Mapping[str, object]) -> str:
 
 
 def default_folder() -> Path:
-    """``$CUKERN_CACHE_DIR``, else the platform's cache folder for "cukern"."""
+    """``$CUKERN_CACHE_DIR``, else the platform's cache folder for "cukern".
+
+    A user without a home has no such folder; what is returned then cannot be written, so that kernels are kept in
+    memory.
+
+    Raises
+    ------
+    ValueError
+        If the variable begins with the home of a user who does not exist.
+    """
     override = os.environ.get("CUKERN_CACHE_DIR")
     if override:
-        return Path(override).expanduser()
-    return Path(platformdirs.user_cache_dir("cukern", appauthor=False))
+        try:
+            return Path(override).expanduser()
+        except RuntimeError as error:
+            raise ValueError(f"CUKERN_CACHE_DIR={override!r}: {error}") from None
+    try:
+        folder = Path(platformdirs.user_cache_dir("cukern", appauthor=False))
+    except RuntimeError:
+        return _NOWHERE
+    return folder if folder.is_absolute() else _NOWHERE  # some versions leave the "~" in
 
 
 def default_bound() -> int:
