@@ -284,6 +284,7 @@ def test_a_user_without_a_home(
             return answer
         raise answer
 
+    monkeypatch.setattr(cache, "_caches", {})
     monkeypatch.delenv("CUKERN_CACHE_DIR")
     monkeypatch.setattr("platformdirs.user_cache_dir", user_cache_dir)
     monkeypatch.chdir(tmp_path)
