@@ -9,7 +9,8 @@
 //           batch has T / Rows + B slots and each CTA searches cu_seqlens for its own; long causal tiles go first.
 // Template  T half | bf16; D multiple of 16 up to 256; Paged; Warps 4 | 8; Stages of K/V tiles 1 | 2; Chunk (numerics).
 //           D <= 128: a warp owns 16 query rows. D > 128 (8 warps, 1 stage): two warps share 16 rows; both compute all
-//           scores, each owns half of the columns of V. Shared memory: (Rows + 2 * Stages * 64) * D * 2 bytes, at most 96 KB.
+//           scores, each owns half of the columns of V. Shared memory: (Rows + 2 * Stages * 64) * D * 2 bytes, at most
+//           96 KB.
 // Numerics  tiles of 64 keys, chunks of Chunk keys from key 0, merged in ascending order by common/softmax.cuh: the
 //           bits of a row do not depend on the tile height, the stages, the page layout or the rest of the batch.
 // Measured  see docs/performance.md
@@ -136,7 +137,7 @@ __global__ void __launch_bounds__(Warps * 32, Warps == 4 ? (D <= 64 ? 3 : 2) : 1
                       int num_blocks, int causal, float scale, float c) {
   constexpr int Split = D > 128 ? 2 : 1, Rows = 16 * Warps / Split, Threads = Warps * 32;
   constexpr int Blocks16 = ceil_div(D / 16, Split), TilesPerChunk = Chunk / TILE;
-#if __CUDA_ARCH__ >= 1200
+#if __CUDA_ARCH__ >= 1000
   constexpr int Unroll = 1;  // of the copies that are not rows of 2^n pieces: more would spill here
 #else
   constexpr int Unroll = 4;
