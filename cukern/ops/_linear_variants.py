@@ -205,14 +205,16 @@ def _row_choices(m: int, n: int, k: int, gpu: Gpu) -> Iterator[tuple[float, Rows
     stream_us = per_block * blocks * 16.0 * k / 4.2e6
     rows = min(m, ROWS_MAX_M)
     while rows:
+        units = per_block * (_ceil(k, segment) if segment else 1)
         for warps in range(1, _MAX_WARPS + 1):
+            turns = _ceil(units, warps)
+            if warps > 1 and turns == _ceil(units, warps - 1):
+                continue  # fewer warps end as early
             for stages in (_SEGMENT_STAGES,) if segment else _WHOLE_STAGES:
                 for x_slots in (0,) if segment else (0, stages + 2):
                     variant = RowsVariant(blocks, warps, stages, rows, x_slots)
                     if not variant.fits(m, n, k, gpu.max_shared):
                         continue
-                    units = per_block * (_ceil(k, segment) if segment else 1)
-                    turns = _ceil(units, warps)
                     # bytes in flight: all there is, or enough to cover the latency of memory
                     enough = min(56 << 10, units * (segment or k) * 16)
                     starved = max(1.0, enough / variant.ring_bytes(n, k))
