@@ -50,7 +50,7 @@ def max_error(result: Any, expected: np.ndarray) -> float:
     same = (got == want) | (np.isnan(got) & np.isnan(want))
     finite = np.isfinite(got) & np.isfinite(want)
     error = np.where(same, 0.0, np.inf)
-    error[finite] = np.abs(got - want)[finite]
+    error[finite] = np.abs(got[finite] - want[finite])
     error[finite] = np.maximum(error - rounding(np.where(np.isfinite(want), want, 0.0), result.dtype), 0.0)[finite]
     return float(error.max())
 
