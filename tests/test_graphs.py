@@ -23,7 +23,7 @@ from cukern.engine.tokenizer import Tokenizer
 from cukern.models import demo_checkpoint
 
 DATA = Path(__file__).parent / "data"
-VOCAB = 512
+VOCAB = 512  # of the prompts; no model here has fewer
 MIXED = [
     {"temperature": 0},
     {"temperature": 0.8, "top_k": 20},
@@ -34,21 +34,36 @@ MIXED = [
 
 
 def looped(llm: LLM, **options) -> LLM:
-    """The LLM with its decoding forced through the loop."""
+    """The LLM with its decoding forced through the loop; captured on a GPU."""
     engine = llm.engine
-    defaults = {"max_num_seqs": engine.scheduler.max_num_seqs, "max_model_len": llm.max_model_len, "capture": False}
-    engine.loop = DecodeLoop(engine.model, engine.cache, engine.pool, **{**defaults, "persistent_rows": 0, **options})
+    defaults = {
+        "max_num_seqs": engine.scheduler.max_num_seqs,
+        "max_model_len": llm.max_model_len,
+        "capture": engine.model.device.kind == "cuda",
+    }
+    engine.loop = DecodeLoop(engine.model, engine.cache, engine.pool, **{**defaults, **options})
     return llm
 
 
-@pytest.fixture(scope="module")
-def model():
-    return cukern.Qwen3.from_pretrained(DATA / "tied-fp16", device="cpu")
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def model(request):
+    return cukern.Qwen3.from_pretrained(DATA / "tied-fp16", device=request.param)
+
+
+def maker(model) -> Callable[..., LLM]:
+    """LLMs that launch one operator after another."""
+    defaults = {"num_blocks": 40, "block_size": 16, "max_num_seqs": 8, "cuda_graphs": False}
+    return lambda **options: LLM(model, **{**defaults, **options})
 
 
 @pytest.fixture
 def make(model):
-    return lambda **options: LLM(model, **{"num_blocks": 40, "block_size": 16, "max_num_seqs": 8, **options})
+    return maker(model)
+
+
+@pytest.fixture(scope="module")
+def cpu_make():
+    return maker(cukern.Qwen3.from_pretrained(DATA / "tied-fp16", device="cpu"))
 
 
 def requests(lengths=(3, 17, 33, 1, 15), max_tokens=9, params=MIXED, **options):
@@ -150,10 +165,12 @@ def test_the_comparison_sees_a_planted_fault(make, monkeypatch, fault):
 def test_rows_that_are_not_in_use_touch_no_page(make):
     llm = looped(make())
     prompts, sampling = requests((3, 17, 5))
+    for cache in (llm.engine.cache.k, llm.engine.cache.v):
+        cache.fill(np.nan)
     llm.generate(prompts, sampling)
     assert llm.engine.loop._programs.keys() == {(4, 16)}
     used = {0, 1, 2, 3}  # blocks are handed out from 0 up; the second prompt grows into a second block
-    for cache in (llm.engine.cache.k, llm.engine.cache.v):
+    for cache in map(llm.model.device.get, (llm.engine.cache.k, llm.engine.cache.v)):
         written = ~np.isnan(cache).all(axis=(0, 2, 3, 4))
         assert set(np.flatnonzero(written)) <= used
         slots = (~np.isnan(cache)).all(axis=(0, 2, 4)).sum()
@@ -224,12 +241,12 @@ def test_more_stop_tokens_than_the_device_looks_for(make):
     assert same(looped(make()).generate(prompts, sampling), make().generate(prompts, sampling))
 
 
-def test_stop_strings(make):
+def test_stop_strings(model):
     tokenizer = Tokenizer(demo_checkpoint())
-    demo = cukern.Qwen3.from_pretrained(demo_checkpoint(), device="cpu")
+    demo = cukern.Qwen3.from_pretrained(demo_checkpoint(), device=model.device)
     sampling = SamplingParams(temperature=0, max_tokens=30, stop=["the", "a"], ignore_eos=True)
     prompts = ["According to a careful calculation I have made", "Call me"]
-    plain = LLM(demo, tokenizer=tokenizer, num_blocks=16, block_size=16).generate(prompts, sampling)
+    plain = LLM(demo, tokenizer=tokenizer, num_blocks=16, block_size=16, cuda_graphs=False).generate(prompts, sampling)
     llm = looped(LLM(demo, tokenizer=tokenizer, num_blocks=16, block_size=16))
     got = llm.generate(prompts, sampling)
     assert got == plain
@@ -379,7 +396,7 @@ def test_penalties_and_bias_against_a_plain_loop_over_logits(model, make, loop):
     (got,) = llm.generate([prompt], sampling)
     tokens, logprobs, top = list(prompt), [], []
     for _ in range(16):
-        raw = model([tokens])[0, -1].astype(np.float64)
+        raw = model.device.get(model([tokens])[0, -1]).astype(np.float64)
         x = raw.copy()
         x[11] += 6.0
         x[7] -= 3.0
@@ -521,7 +538,7 @@ class FakeStream:
 
 
 @pytest.fixture
-def captured(monkeypatch, model):
+def captured(monkeypatch):
     """A GPU that captures: the step is not run while its stream captures, and a replay runs it."""
     stream = FakeStream()
     run = StepProgram._run
@@ -541,11 +558,11 @@ def captured(monkeypatch, model):
     return stream, rows_in_use
 
 
-def test_a_step_is_captured_once_a_flavour_with_no_row_in_use(make, captured):
+def test_a_step_is_captured_once_a_flavour_with_no_row_in_use(cpu_make, captured):
     stream, warm_up = captured
     prompts, sampling = requests((5, 9), params=MIXED[:2])
-    expected = make().generate(prompts, sampling)
-    llm = looped(make(), capture=True)
+    expected = cpu_make().generate(prompts, sampling)
+    llm = looped(cpu_make(), capture=True)
     assert same(llm.generate(prompts, sampling), expected)
     assert same(llm.generate(prompts, sampling), expected)
     stats = llm.engine.stats
@@ -557,13 +574,13 @@ def test_a_step_is_captured_once_a_flavour_with_no_row_in_use(make, captured):
 
 
 @pytest.mark.parametrize("fail", ["run", "end"])
-def test_where_capturing_fails_steps_are_launched_and_it_is_said(make, captured, fail):
+def test_where_capturing_fails_steps_are_launched_and_it_is_said(cpu_make, captured, fail):
     stream, _ = captured
     stream.fail = fail
     prompts, sampling = requests((5, 9), params=MIXED[:2])
-    llm = looped(make(), capture=True)
+    llm = looped(cpu_make(), capture=True)
     llm.engine._no_graphs = None
-    assert same(llm.generate(prompts, sampling), make().generate(prompts, sampling))
+    assert same(llm.generate(prompts, sampling), cpu_make().generate(prompts, sampling))
     stats = llm.engine.stats
     assert (stats["replayed"], stats["graphs"]) == (0, 0)
     assert stats["decode_steps"] == 8
@@ -571,8 +588,8 @@ def test_where_capturing_fails_steps_are_launched_and_it_is_said(make, captured,
     assert not stream.capturing
 
 
-def test_stats_without_a_gpu(make):
-    llm = make()
+def test_stats_without_a_gpu(cpu_make):
+    llm = cpu_make()
     llm.generate([1, 2], SamplingParams(max_tokens=4, ignore_eos=True))
     assert llm.engine.stats == {
         "steps": 4, "decode_steps": 0, "replayed": 0, "loads": 0, "graphs": 0, "preempted": 0,
@@ -633,7 +650,6 @@ def test_captured_bits_at_every_bucket(gpu_model, count):
 def test_captured_logits_bit_for_bit(gpu_model, persistent_rows, params):
     """Logits of every step, captured against launched, by either kind of step."""
     prompts, sampling = requests((30, 5, 17), max_tokens=12, params=[params] * 3)
-    prompts = [[t % gpu_model.config.vocab_size for t in p] for p in prompts]
 
     def steps(capture: bool, rows: int) -> list[np.ndarray]:
         llm = looped(on_gpu(gpu_model), capture=capture, persistent_rows=rows, keep_logits=True, depth=1)
@@ -686,7 +702,6 @@ def test_graphs_keep_their_memory_when_everything_around_is_freed(gpu_model):
     import cupy
 
     prompts, sampling = requests(max_tokens=16)
-    prompts = [[t % gpu_model.config.vocab_size for t in p] for p in prompts]
     llm = on_gpu(gpu_model)
     expected = bits(llm.generate(prompts, sampling))
     for _ in range(3):
@@ -703,7 +718,6 @@ def test_closing_frees_what_graphs_hold(gpu_model):
     import cupy
 
     prompts, sampling = requests(max_tokens=6)
-    prompts = [[t % gpu_model.config.vocab_size for t in p] for p in prompts]
     pool = cupy.get_default_memory_pool()
     used = []
     for _ in range(3):
