@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   for (int layer = 0; layer < LAYERS; ++layer) {
     const LayerPointers &w = layers[layer];
     // ---- 1: QKV. What does not depend on the layer before is fetched while waiting for it.
-    norm.load(reinterpret_cast<const float *>(w.input_norm));
+    norm.announce(reinterpret_cast<const float *>(w.input_norm));
     if (has_item && threadIdx.x < 2 * HEAD_DIM)
       head_norms[threadIdx.x] =
           reinterpret_cast<const float *>(threadIdx.x < HEAD_DIM ? w.q_norm : w.k_norm)[threadIdx.x % HEAD_DIM];
@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                 AddToResidual<T>{reinterpret_cast<const float *>(w.o_bias), own, Link{after_attention, tag}, own_column});
     STAMP(10);
     sent();
-    norm.load(reinterpret_cast<const float *>(w.post_norm));
+    norm.announce(reinterpret_cast<const float *>(w.post_norm));
     STAMP(11);
     meet();
     STAMP(12);
@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     sent();
     STAMP(19);
   }
-  norm.load(final_norm);
+  norm.announce(final_norm);
   const int layer = LAYERS;
   STAMP(0);
   meet();

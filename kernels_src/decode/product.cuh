@@ -258,7 +258,7 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
       const int column = e % Pairs * 2, row = e / Pairs % ROWS, tile = e / (Pairs * ROWS);
       const float *const sums = partial + (tile * Segments * ROWS + row) * 8 + column;
       float a = -0.f, b = -0.f, up_a = -0.f, up_b = -0.f;  // -0 is the identity of addition
-#pragma unroll
+#pragma unroll Segments <= 12 ? Segments : 6
       for (int s = 0; s < Segments; ++s) {
         const Vec<float, 2> v = load_vec<float, 2>(sums + s * ROWS * 8);
         a += v.v[0];

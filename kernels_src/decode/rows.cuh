@@ -6,11 +6,17 @@
 
 constexpr int NORM_STEPS = ceil_div(HIDDEN, 1024);
 
-// This thread's norm weights, which may be loaded before the rows are there.
+// This thread's norm weights. Those of one step are loaded before the rows are there; more would take too many registers.
 struct NormWeights {
+  static constexpr bool Early = NORM_STEPS == 1;
+  const float *weight;
   Vec<float, 4> v[NORM_STEPS];
 
-  __device__ __forceinline__ void load(const float *weight) {
+  __device__ __forceinline__ void announce(const float *from) {
+    weight = from;
+    if (Early) load();
+  }
+  __device__ __forceinline__ void load() {
 #pragma unroll
     for (int step = 0; step < NORM_STEPS; ++step) {
       const int column = step * 1024 + (threadIdx.x & 255) * 4;
@@ -22,9 +28,9 @@ struct NormWeights {
 // RMSNorm of all rows into x, in the order of rms_norm.cu (docs/numerics.md, item 3): the 256 threads of half a block are the
 // virtual lanes of a row. `read(row, column)` gives four elements of the residual stream. Ends with a block barrier.
 template <class T, class Read>
-__device__ __forceinline__ void norm_rows(T *x, float *groups, const NormWeights &weights, float eps, const Read &read) {
+__device__ __forceinline__ void norm_rows(T *x, float *groups, NormWeights &weights, float eps, const Read &read) {
   constexpr int Turns = ceil_div(ROWS, 2);                     // rows of a half
-  constexpr bool Held = Turns * NORM_STEPS <= 4;               // else they are read again
+  constexpr bool Held = Turns * NORM_STEPS <= 2;               // else they are read again
   const int half = threadIdx.x >> 8, lane = threadIdx.x & 255;
   Vec<float, 4> held[Held ? Turns : 1][NORM_STEPS];
 #pragma unroll
@@ -45,6 +51,7 @@ __device__ __forceinline__ void norm_rows(T *x, float *groups, const NormWeights
       if ((lane & 31) == 0) groups[row * 8 + (lane >> 5)] = sum;
     }
   }
+  if (!NormWeights::Early) weights.load();
   __syncthreads();
 #pragma unroll
   for (int turn = 0; turn < Turns; ++turn) {
