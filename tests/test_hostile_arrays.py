@@ -5,12 +5,13 @@ The operators on rows, positions and caches, through one table; the odd cases of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
+import cukern
 from cukern import ops
 from cukern.ops._arrays import check_apart
 
@@ -244,6 +245,88 @@ def test_check_apart() -> None:
     for x, same in ((memory[15:], ""), (memory[:16], ""), (memory[:8], "x"), (memory[8:24], "x")):
         with pytest.raises(ValueError, match="out shares memory with x"):
             check_apart("f", "out", memory[:16], same=same, x=x)
+
+
+# ---- places
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """CuPy arrays on two GPUs that are not there; a launch is recorded. The current GPU is 0."""
+    pytest.importorskip("cupy")
+    from fake_cuda import FakeCuda, FakeLibrary, uninstall
+
+    yield FakeCuda(FakeLibrary(), monkeypatch)
+    monkeypatch.undo()
+    uninstall()
+
+
+@pytest.mark.parametrize(("name", "argument"), EVERY_ARRAY)
+def test_arrays_in_two_places(two_gpus: Any, name: str, argument: str) -> None:
+    good = arguments(name)
+
+    def on(device: int) -> dict[str, Any]:
+        return {
+            k: two_gpus.array(v.shape, v.dtype, device) if isinstance(v, np.ndarray) else v for k, v in good.items()
+        }
+
+    if len(good) > 1:
+        other = two_gpus.array(good[argument].shape, good[argument].dtype, 1)
+        refused(name, on(0) | {argument: other}, ValueError, rf"different GPUs .*{argument} on 1")
+        refused(name, on(0) | {argument: good[argument]}, TypeError, f"{argument} on the CPU")
+    refused(name, on(1), ValueError, r"the arrays are on GPU 1, but the current one is 0; .*cupy\.cuda\.Device\(1\)")
+    assert not two_gpus.library.launches
+
+
+# ---- past 2**31 elements
+
+
+def last_equals_alone(put: Any, count: int) -> None:
+    """The last of many tokens has the bits it has alone: `count` tokens of 64 x 128 elements, and a cache as large."""
+    rng = np.random.default_rng(0)
+    heads, dim, block_size = 64, 128, 16
+    table = put(ops.rope_table(dim, 16, 1e4))
+    one = put(rng.standard_normal((1, heads, dim)).astype(HALF))
+    xp = type(one).__module__.split(".")[0]
+    xp = np if xp == "numpy" else __import__(xp)
+    x = xp.zeros((count, heads, dim), HALF)
+    x[-1] = one[0]
+    positions = xp.full(count, 9, np.int32)
+    expected = ops.rope(one, positions[:1], table)
+    result = ops.rope(x, positions, table, out=x)
+    xp.testing.assert_array_equal(result[-1], expected[0])
+    assert not result[-2].any()
+
+    blocks = -(-count // block_size)
+    weight, slot = put(np.ones(dim, FLOAT)), xp.full(1, blocks * block_size - 1, np.int64)
+    small = [xp.zeros((1, heads, block_size, dim), HALF) for _ in range(2)]
+    large = [xp.zeros((blocks, heads, block_size, dim), HALF) for _ in range(2)]
+    qkv = xp.concatenate([one, one, one], axis=1).reshape(1, -1)
+    sizes = {"num_heads": heads, "num_kv_heads": heads}
+    for caches, at in ((small, xp.full(1, block_size - 1, np.int64)), (large, slot)):
+        ops.qk_norm_rope_cache(qkv, weight, weight, positions[:1], table, *caches, at, **sizes)
+    for a, b in zip(small, large):
+        xp.testing.assert_array_equal(a[0], b[-1])
+        assert b[-1].any()
+        assert not b[0].any()
+    ops.kv_cache_write(one, one, *large, slot)
+    for cache in large:
+        xp.testing.assert_array_equal(cache[-1, :, -1], one[0])
+
+
+def test_last_equals_alone() -> None:
+    with cukern.emulate():
+        last_equals_alone(np.array, 33)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_last_equals_alone_past_two_to_the_31_elements() -> None:
+    import cupy
+
+    if cupy.cuda.runtime.memGetInfo()[0] < 20 << 30:
+        pytest.skip("needs 20 GB of GPU memory")
+    last_equals_alone(cupy.asarray, 2**18 + 3)
 
 
 # ---- numbers

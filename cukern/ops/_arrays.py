@@ -15,6 +15,8 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
+from cukern.jit import devices as jit_devices
+
 __all__ = [
     "BFLOAT16",
     "CTYPES",
@@ -77,11 +79,13 @@ def _to_array(function: str, name: str, value: Any) -> tuple[Array, bool]:
         if isinstance(value, np.ma.MaskedArray):  # no operator looks at a mask
             raise TypeError(f"{function}: {name} is a masked array; pass {name}.filled(...)")
         return value, False
+    if isinstance(value, getattr(sys.modules.get("cupy"), "ndarray", ())):  # asking for its interface is slow
+        return value, True
     try:
         if hasattr(value, "__cuda_array_interface__"):
             import cupy
 
-            return (value if isinstance(value, cupy.ndarray) else cupy.asarray(value)), True
+            return cupy.asarray(value), True
         if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
             on_gpu = int(value.__dlpack_device__()[0]) in (2, 13)  # kDLCUDA, kDLCUDAManaged
             if on_gpu:
@@ -121,7 +125,7 @@ def place_arrays(function: str, /, **arrays: Any) -> tuple[Place, list[Array]]:
     TypeError
         An argument is no array, or some live on a GPU and some do not.
     ValueError
-        The arrays live on different GPUs.
+        The arrays live on different GPUs, or on one that is not the current one.
     """
     converted: list[Array] = []
     on_gpu: list[str] = []
@@ -141,10 +145,16 @@ def place_arrays(function: str, /, **arrays: Any) -> tuple[Place, list[Array]]:
     if on_gpu:
         import cupy
 
-        devices = {a.device.id for a in converted if a is not None}
+        devices = {int(a.data.device_id) for a in converted if a is not None}
         if len(devices) > 1:
-            where = ", ".join(f"{n} on {a.device.id}" for n, a in zip(arrays, converted) if a is not None)
+            where = ", ".join(f"{n} on {a.data.device_id}" for n, a in zip(arrays, converted) if a is not None)
             raise ValueError(f"{function}: arrays on different GPUs ({where}); copy them to one")
+        (device,) = devices
+        if device != jit_devices.current_id():  # results would be allocated on the current one
+            raise ValueError(
+                f"{function}: the arrays are on GPU {device}, but the current one is {jit_devices.current_id()}; "
+                f"call it inside 'with cupy.cuda.Device({device}):'"
+            )
         return Place("cuda", cupy), converted
     return Place("emulated" if _emulating() else "reference", np), converted
 
