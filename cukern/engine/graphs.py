@@ -322,20 +322,18 @@ class StepProgram:
         self._run(flavour)  # compiles and loads every kernel, and brings the memory
         stream = cupy.cuda.get_current_stream()
         stream.synchronize()
-        stream.begin_capture()
         try:
+            stream.begin_capture()
             self._run(flavour)
+            graph = stream.end_capture()
         except BaseException as error:
-            with suppress(Exception):  # an invalidated capture ends by raising
+            with suppress(Exception):  # there may be no capture left to end
                 stream.end_capture()
             if not isinstance(error, Exception):
                 raise
             self.problem = f"capturing a decoding step failed: {type(error).__name__}: {error}"
             return
-        try:
-            self._graphs[flavour] = stream.end_capture()
-        except Exception as error:
-            self.problem = f"capturing a decoding step failed: {type(error).__name__}: {error}"
+        self._graphs[flavour] = graph
 
     def launch(self, flavour: Flavour) -> bool:
         """Queue one step on the current stream; True if it was a replay."""
