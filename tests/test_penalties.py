@@ -102,7 +102,10 @@ def test_no_rows(backend):
     ],
 )
 def test_bad_input(backend, options, error, message):
-    given = {n: backend.put(v) if isinstance(v, np.ndarray) and v.ndim == 2 else v for n, v in options.items()}
+    given = {
+        n: backend.put(v) if isinstance(v, np.ndarray) and (v.ndim == 2 or v.dtype.kind == "i") else v
+        for n, v in options.items()
+    }
     with pytest.raises(error, match=message):
         ops.apply_penalties(backend.put(np.zeros((2, 5), np.float32)), **given)
 

@@ -88,10 +88,15 @@ class LoadedKernel:
         return self._driver.attribute(self.function, which)
 
     def _check_layout(self, layout: list[tuple[int, int, str]]) -> None:
-        """The driver's places of the parameters must be the compiler's, or an argument would land on another."""
+        """The driver's parameters must have the compiler's distances and sizes, or an argument would land on another.
+
+        The driver may begin elsewhere: it counts from the parameter bank, which parameters aligned to 64 bytes enter
+        at an offset.
+        """
         found = self._driver.parameters(self.function)
         expected = [(offset, size) for offset, size, _ in layout]
-        if found is not None and found != expected:
+        start = found[0][0] - expected[0][0] if found and expected else 0
+        if found is not None and found != [(offset + start, size) for offset, size in expected]:
             raise RuntimeError(
                 f"kernel {self.name!r}: the driver places its parameters at {found}, the compiler at {expected}"
             )
