@@ -86,14 +86,19 @@ class Driver:
     def set_attribute(self, function: int, which: int, value: int) -> None:
         self.call("cuFuncSetAttribute", ctypes.c_void_p(function), which, value)
 
-    def parameters(self, function: int) -> list[tuple[int, int]] | None:
-        """(offset, size) of each parameter, or None where the driver (before CUDA 12.4) cannot say."""
+    def parameters(self, function: int, count: int) -> list[tuple[int, int]] | None:
+        """(offset, size) of the first `count` parameters, or None where the driver (before CUDA 12.4) cannot say.
+
+        Fewer, if the function has fewer; asking for one more than there are is an error that a sanitizer reports.
+        """
         query = getattr(self._library, "cuFuncGetParamInfo", None)
         if query is None:
             return None
         out: list[tuple[int, int]] = []
         offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-        while not query(ctypes.c_void_p(function), ctypes.c_size_t(len(out)), ctypes.byref(offset), ctypes.byref(size)):
+        for i in range(count):
+            if query(ctypes.c_void_p(function), ctypes.c_size_t(i), ctypes.byref(offset), ctypes.byref(size)):
+                break
             out.append((offset.value, size.value))
         return out
 

@@ -93,7 +93,7 @@ class LoadedKernel:
         The driver may begin elsewhere: it counts from the parameter bank, which parameters aligned to 64 bytes enter
         at an offset.
         """
-        found = self._driver.parameters(self.function)
+        found = self._driver.parameters(self.function, len(layout))
         expected = [(offset, size) for offset, size, _ in layout]
         start = found[0][0] - expected[0][0] if found and expected else 0
         if found is not None and found != [(offset + start, size) for offset, size in expected]:

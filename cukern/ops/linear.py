@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cukern.ops import _linear_sm90
 from cukern.ops import _linear_variants as variants
 from cukern.ops._arrays import (
     BFLOAT16,
@@ -136,6 +137,8 @@ def _linear(
         bias = contiguous(bias.astype(FLOAT32, copy=False), place)
     if backend == "cublas":
         _cublas(x, weight, bias, residual is not None, target, rows, n, k)
+        return target
+    if variant is None and place.kind == "cuda" and _linear_sm90.launch(x, weight, bias, residual, target, rows, n, k):
         return target
     aligned = k % 8 == 0 and pointer(weight) % 16 == 0
     plan = _plan(variant, CTYPES[x.dtype], CTYPES[out_dtype], rows, n, k, aligned, variants.Gpu.of(_device()))
