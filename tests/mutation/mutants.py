@@ -26,7 +26,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "swiglu.cu": ("test_swiglu.py",),
     "qk_norm_rope_cache.cu": ("test_qk_norm_rope_cache.py",),
     "softmax.cu": ("test_softmax.py", "test_sampling.py"),
-    "sampling.cu": ("test_sampling.py",),
+    "sampling.cu": ("test_sampling.py", "test_mutation_gaps.py"),
     "linear.cu": ("test_linear.py",),
     "attention_prefill.cu": ("test_attention_prefill.py",),
     "attention_decode.cu": ("test_attention_decode.py",),

@@ -208,18 +208,22 @@ PUBLIC void __tsan_vptr_update(void **, void *) {}
 PUBLIC void __tsan_vptr_read(void **) {}
 PUBLIC void __tsan_read_range(void *p, size_t n) { check_access(p, n, 0, CALLER, nullptr, 0); }
 PUBLIC void __tsan_write_range(void *p, size_t n) { check_access(p, n, 1, CALLER, nullptr, 0); }
-PUBLIC void *__tsan_memcpy(void *d, const void *s, size_t n) {
-  check_access(s, n, 0, CALLER, nullptr, 0), check_access(d, n, 1, CALLER, nullptr, 0);
-  return memcpy(d, s, n);
-}
-PUBLIC void *__tsan_memmove(void *d, const void *s, size_t n) {
-  check_access(s, n, 0, CALLER, nullptr, 0), check_access(d, n, 1, CALLER, nullptr, 0);
-  return memmove(d, s, n);
-}
-PUBLIC void *__tsan_memset(void *d, int c, size_t n) {
-  check_access(d, n, 1, CALLER, nullptr, 0);
-  return memset(d, c, n);
-}
+// Copies of structs: a hook in recent compilers, a call of memcpy in others, which the linker redirects (--wrap).
+#define COPY_HOOKS(PREFIX)                                                                      \
+  PUBLIC void *PREFIX##memcpy(void *d, const void *s, size_t n) {                               \
+    check_access(s, n, 0, CALLER, nullptr, 0), check_access(d, n, 1, CALLER, nullptr, 0);       \
+    return memcpy(d, s, n);                                                                     \
+  }                                                                                             \
+  PUBLIC void *PREFIX##memmove(void *d, const void *s, size_t n) {                              \
+    check_access(s, n, 0, CALLER, nullptr, 0), check_access(d, n, 1, CALLER, nullptr, 0);       \
+    return memmove(d, s, n);                                                                    \
+  }                                                                                             \
+  PUBLIC void *PREFIX##memset(void *d, int c, size_t n) {                                       \
+    check_access(d, n, 1, CALLER, nullptr, 0);                                                  \
+    return memset(d, c, n);                                                                     \
+  }
+COPY_HOOKS(__tsan_)
+COPY_HOOKS(__wrap_)
 
 // Undefined behaviour: every handler's data begins with the position in the source.
 struct UbPosition {
