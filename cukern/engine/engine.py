@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import traceback
 from collections.abc import Iterable
 from typing import Any
@@ -137,6 +138,7 @@ class Engine:
         self._next_number = 0
         self._process = os.getpid()
         self._stepping = False
+        self._step_lock = threading.Lock()
         self._dropped_meanwhile: list[Sequence] = []
 
     @property
@@ -175,7 +177,7 @@ class Engine:
         computed again from the same point.
         """
         self.check_process()
-        if self._stepping:
+        if not self._step_lock.acquire(blocking=False):
             raise RuntimeError("the engine is in the middle of a step; use one LLM from one thread at a time")
         self._stepping = True
         try:
@@ -193,6 +195,7 @@ class Engine:
             raise
         finally:
             self._stepping = False
+            self._step_lock.release()
             dropped, self._dropped_meanwhile = self._dropped_meanwhile, []
             if dropped:
                 self.scheduler.recover(dropped)
