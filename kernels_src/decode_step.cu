@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   const RowState *const rows = reinterpret_cast<const RowState *>(shared + Shared::rows);
   const Plan &plan = *reinterpret_cast<const Plan *>(shared + Shared::plan);
 
-  const u32 launches = (u32)state[1 + blockIdx.x];
+  u32 tag = (u32)state[1 + blockIdx.x] * LAYERS;  // of the layer before
   prepare<T>(shared, token_ids, positions, slots, tables, seq_lens, layers, head, embedding, rope, rope_length, max_blocks,
              page_shift);
   WeightStream<T> stream(reinterpret_cast<T *>(shared) + (threadIdx.x >> 5) * RING_SLOTS * RING_ELEMENTS, plan);
@@ -139,25 +139,22 @@ __global__ void __launch_bounds__(THREADS, 1)
                          reinterpret_cast<const float *>(shared + Shared::rotations), rows, tables, max_blocks, page_shift,
                          num_blocks, max_chunks, eps, c, part_acc, part_stats, part_words, Link{attended, 0}, Link{qkv, 0},
                          false};
-  const int items = attention.items();
-  const bool has_item = (int)blockIdx.x < items;
+  const bool has_item = (int)blockIdx.x < attention.items();
   const int first_pages = has_item ? attention.pages(attention.item(blockIdx.x)) : -1;
   attention.together = attention.chunks() > ROWS && attention.chunks() > INLINE_CHUNKS;
   const i64 cache_layer = ((i64)num_blocks * KV_HEADS << page_shift) * HEAD_DIM;
-  int fetched_at = 0;  // ring fills before the first item's keys and values were asked for
   auto fetch_first_item = [&](int layer) {
     if (!has_item) return;
     const Item item = attention.item(blockIdx.x);
     attention.template copy<Kv::key>(item, first_pages, k_cache + layer * cache_layer);
     attention.template copy<Kv::value>(item, first_pages, v_cache + layer * cache_layer);
-    fetched_at = stream.issued;
+    stream.issued = 0;
   };
   NormWeights norm;
   auto norm_from = [&](const Link &link) {
     norm_rows(x, groups, norm, eps, [&](int row, int column) { return link.receive_floats<HIDDEN>(row, column); });
   };
 
-  u32 tag = launches * LAYERS;  // of the layer before
 #pragma unroll 1
   for (int layer = 0; layer < LAYERS; ++layer) {
     const LayerPointers &w = layers[layer];
@@ -199,7 +196,8 @@ __global__ void __launch_bounds__(THREADS, 1)
     if (has_item) {
       Item item = attention.item(blockIdx.x);
       T *const layer_k = k_cache + layer * cache_layer, *const layer_v = v_cache + layer * cache_layer;
-      int later = stream.issued - fetched_at;
+      const int items = attention.items();
+      int later = stream.issued;
       for (int index = blockIdx.x; index < items; index += gridDim.x) {
         const int next_index = index + gridDim.x;
         const bool more = next_index < items;
@@ -274,7 +272,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   multiply<HEAD>(stream, unit, x, zeros, partial, StoreLogits<T>{logits});
   STAMP(3);
   cp_async_wait<0>();
-  if (threadIdx.x == 0) state[1 + blockIdx.x] = launches + 1;
+  if (threadIdx.x == 0) ++state[1 + blockIdx.x];
   (void)layer;
   (void)weights;
   (void)stamps;

@@ -272,10 +272,19 @@ def test_published_models_fit_a_large_gpu() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("arch", "sm_count", "shared_kb"), [("sm_90a", 132, 227), ("sm_80", 108, 163)])
-def test_compiles_without_spills(arch: str, sm_count: int, shared_kb: int) -> None:
-    config = QWEN3_SHAPES["0.6B"]
-    layout = plan_layout(config, 1, sm_count, shared_kb << 10)
+@pytest.mark.parametrize(
+    ("name", "batch", "arch", "sm_count", "shared_kb"),
+    [
+        ("0.6B", 1, "sm_90a", 132, 227),
+        ("0.6B", 2, "sm_90a", 132, 227),
+        ("0.6B", 16, "sm_90a", 132, 227),
+        ("8B", 1, "sm_90a", 132, 227),
+        ("0.6B", 1, "sm_80", 108, 163),
+    ],
+)
+def test_compiles_without_spills(name: str, batch: int, arch: str, sm_count: int, shared_kb: int) -> None:
+    config = QWEN3_SHAPES[name]
+    layout = plan_layout(config, batch, sm_count, shared_kb << 10)
     assert isinstance(layout, Layout)
     source = cukern.jit.kernels_src() / "decode_step.cu"
     kernel = cukern.Kernel(

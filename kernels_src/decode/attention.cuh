@@ -67,11 +67,12 @@ template <class T> struct Attention {
   };
   __device__ __forceinline__ NewHeads load_heads(const Item &i) const {
     NewHeads h;
-    h.head = threadIdx.x / HEAD_LANES;
-    h.element = threadIdx.x % HEAD_LANES * HEAD_WIDTH;
+    const int self = this_thread();
+    h.head = self / HEAD_LANES;
+    h.element = self % HEAD_LANES * HEAD_WIDTH;
     h.active = h.head < GROUP + (is_last(i) ? 2 : 0) && h.element < HEAD_DIM / 2;
     h.first = h.second = Vec<T, HEAD_WIDTH>{};
-    if ((int)(threadIdx.x & ~31u) >= (GROUP + 2) * HEAD_LANES) return h;  // the whole warp
+    if ((self & ~31) >= (GROUP + 2) * HEAD_LANES) return h;  // the whole warp
     if (h.active) {
       const int from = h.head < GROUP ? i.kv_head * GROUP + h.head : HEADS + (h.head - GROUP) * KV_HEADS + i.kv_head;
       const int column = from * HEAD_DIM + h.element;
@@ -106,8 +107,7 @@ template <class T> struct Attention {
   __device__ __forceinline__ void attend(const Item &i, int later, T *k_cache, T *v_cache, const NextKeys &next_keys,
                                          const NextValues &next_values) const {
     constexpr int Halves = GROUP > 8 ? 2 : 1;  // rows 8 to 15 of the tile
-    u32 self = threadIdx.x;
-    opaque(self);  // what follows from it is not kept in registers through a layer
+    const int self = this_thread();
     const int lane = self & 31, warp = self >> 5;
     const int row = lane >> 2, column = (lane & 3) * 2;
     const int key0 = i.chunk * KEYS, length = rows[i.row].length;
@@ -269,7 +269,7 @@ template <class T> struct Attention {
   // 5 floats a head and chunk. Called by the whole block.
   __device__ __forceinline__ void load_merged(T *x, float *stats) const {
     if (items() == ROWS * KV_HEADS) return load_rows<Q_SIZE>(x, out);  // one chunk each
-    for (int i = threadIdx.x; i < ROWS * (Q_SIZE / 8); i += THREADS) {
+    for (int i = this_thread(); i < ROWS * (Q_SIZE / 8); i += THREADS) {
       const int row = i / (Q_SIZE / 8), element = i % (Q_SIZE / 8) * 8;
       T *const to = x + row * x_pitch(Q_SIZE) + element;
       if (rows[row].chunks == 1) store_vec(to, out.template receive8<Q_SIZE, T>(row, element));
@@ -281,7 +281,7 @@ template <class T> struct Attention {
   }
 
   __device__ __forceinline__ void merge_floats(T *x) const {
-    for (int i = threadIdx.x; i < ROWS * (Q_SIZE / 4); i += THREADS) {
+    for (int i = this_thread(); i < ROWS * (Q_SIZE / 4); i += THREADS) {
       const int row = i / (Q_SIZE / 4), element = i % (Q_SIZE / 4) * 4, chunks = rows[row].chunks;
       if (chunks == 1) continue;
       Merged merged;
@@ -307,9 +307,7 @@ template <class T> struct Attention {
 #pragma unroll 1
     for (int turn = 0; turn < Turns + (Turns > 1); ++turn) {
       // Where there is more than one turn, the first is for the statistics alone.
-      u32 self = threadIdx.x;
-      opaque(self);
-      const int job = (int)self + (turn - (Turns > 1)) * THREADS, stat = (int)self + turn * THREADS;
+      const int self = this_thread(), job = self + (turn - (Turns > 1)) * THREADS, stat = self + turn * THREADS;
       const int row = min(max(job, 0) / (Q_SIZE / 4), ROWS - 1), element = max(job, 0) % (Q_SIZE / 4) * 4;
       const int stat_head = min(stat / INLINE_CHUNKS, ROWS * HEADS - 1), stat_chunk = stat % INLINE_CHUNKS;
       const int chunks = rows[row].chunks, stat_chunks = rows[stat_head / HEADS].chunks;

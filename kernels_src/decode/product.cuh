@@ -6,7 +6,6 @@
 #include "decode/stream.cuh"
 #include "ptx/exchange.cuh"
 #include "ptx/ldmatrix.cuh"
-#include "ptx/memory.cuh"
 #include "ptx/mma.cuh"
 
 // x in shared memory: ROWS rows of K elements, PAD apart.
@@ -179,8 +178,7 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
   // A unit of two whole chunks is multiplied at once. The last one's slots are filled again only after the results are on
   // their way: other blocks wait for these, and nobody for the weights.
   constexpr bool Twos = Segments > 1 && Segment == 2 * RING_K && K % Segment == 0 && RING_SLOTS >= 2;
-  u32 self = threadIdx.x;
-  opaque(self);  // what follows from it is not kept in registers from layer to layer
+  const int self = this_thread();
   const int lane = self & 31, g = lane >> 2, t = lane & 3, row8 = lane & 7, quarter8 = lane >> 3;
   const int first = stream.plan.first[P], units = stream.plan.units[P];
   const Fragments<T> fragments(x, zeros, x_pitch(K), lane);
@@ -258,7 +256,7 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
       const int column = e % Pairs * 2, row = e / Pairs % ROWS, tile = e / (Pairs * ROWS);
       const float *const sums = partial + (tile * Segments * ROWS + row) * 8 + column;
       float a = -0.f, b = -0.f, up_a = -0.f, up_b = -0.f;  // -0 is the identity of addition
-#pragma unroll Segments <= 12 ? Segments : 6
+#pragma unroll Segments <= 8 ? Segments : 6
       for (int s = 0; s < Segments; ++s) {
         const Vec<float, 2> v = load_vec<float, 2>(sums + s * ROWS * 8);
         a += v.v[0];

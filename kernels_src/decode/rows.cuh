@@ -31,13 +31,13 @@ template <class T, class Read>
 __device__ __forceinline__ void norm_rows(T *x, float *groups, NormWeights &weights, float eps, const Read &read) {
   constexpr int Turns = ceil_div(ROWS, 2);                     // rows of a half
   constexpr bool Held = Turns * NORM_STEPS <= 2;               // else they are read again
-  const int half = threadIdx.x >> 8, lane = threadIdx.x & 255;
+  const int self = this_thread(), half = self >> 8, lane = self & 255;
   Vec<float, 4> held[Held ? Turns : 1][NORM_STEPS];
 #pragma unroll
   for (int turn = 0; turn < Turns; ++turn) {
     const int row = 2 * turn + half;
     Vec<float, 4>(&v)[NORM_STEPS] = held[Held ? turn : 0];
-    if (row < ROWS) {
+    if (ROWS % 2 == 0 || row < ROWS) {
       float sum = 0.f;
 #pragma unroll
       for (int step = 0; step < NORM_STEPS; ++step)
@@ -57,7 +57,7 @@ __device__ __forceinline__ void norm_rows(T *x, float *groups, NormWeights &weig
   for (int turn = 0; turn < Turns; ++turn) {
     const int row = 2 * turn + half;
     Vec<float, 4>(&v)[NORM_STEPS] = held[Held ? turn : 0];
-    if (row < ROWS) {
+    if (ROWS % 2 == 0 || row < ROWS) {
       float total = 0.f;
 #pragma unroll
       for (int group = 0; group < 8; ++group) total += groups[row * 8 + group];
@@ -82,7 +82,7 @@ __device__ __forceinline__ void norm_rows(T *x, float *groups, NormWeights &weig
 template <int K, class T> __device__ __forceinline__ void load_rows(T *x, const Link &from) {
   constexpr int Pieces = K / 8;
 #pragma unroll DIRECT ? 1 : 4
-  for (int i = threadIdx.x; i < ROWS * Pieces; i += THREADS) {
+  for (int i = this_thread(); i < ROWS * Pieces; i += THREADS) {
     const int row = i / Pieces, piece = i % Pieces;
     store_vec(x + row * x_pitch(K) + piece * 8, from.receive8<K, T>(row, piece * 8));
   }

@@ -5,13 +5,21 @@
 #pragma once
 #include "common/linear_tile.cuh"
 #include "decode/shape.cuh"
+#include "ptx/memory.cuh"
+
+// threadIdx.x, such that nothing computed from it is kept in registers from layer to layer: computing it again is cheaper.
+__device__ __forceinline__ int this_thread() {
+  u32 thread = threadIdx.x;
+  opaque(thread);
+  return (int)thread;
+}
 
 template <class T> struct WeightStream {
   static constexpr int Pieces = RING_K / 8, Rows = 32 / Pieces, Copies = 8 / Rows;  // of a row; rows at once; of a lane
   T *ring;  // this warp's
   const Plan &plan;
   int slot;                // read next, refilled next
-  int issued;              // slots filled so far
+  int issued;              // slots filled since the first item's keys and values were asked for
   int phase, unit;         // what is fetched: unit of the phase's product, counted in this block
   int chunks_left, k_left;  // of the unit
   const T *source;         // this lane's first 16 bytes of the next chunk
