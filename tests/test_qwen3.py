@@ -380,7 +380,7 @@ def test_batch_build_errors(args: Any, message: str) -> None:
 
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(4, 8), (4, 48), (-1, 16)])
 def test_cache_errors(num_blocks: int, block_size: int) -> None:
-    with pytest.raises(ValueError, match=r"block_size must be one of|num_blocks must not be negative"):
+    with pytest.raises(ValueError, match=r"block_size must be one of|num_blocks must be an integer that is not negative"):
         PagedKVCache(TINY, num_blocks, block_size, Device("cpu"), np.float32)
 
 
