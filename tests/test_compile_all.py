@@ -39,15 +39,6 @@ def faults(built: list[Built]) -> list[str]:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_a_sixth_of_all_variants(arch: str) -> None:
-    """Each architecture takes every sixth variant, each a different one: together they are all."""
-    specs = jit.variants()[ARCHITECTURES.index(arch) :: len(ARCHITECTURES)]
-    assert specs
-    assert not (found := faults(build(specs, arch))), "\n".join(found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_all_variants(arch: str) -> None:
     assert not (found := faults(build(jit.variants(), arch))), "\n".join(found)
 
