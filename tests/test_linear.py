@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from cukern import jit
 from cukern.ops import _linear_variants as variants
 from cukern.ops import linear as linear_function
 from cukern.ops._linear_variants import Gpu, RowsVariant, TileVariant
@@ -59,10 +60,12 @@ def bits(array: np.ndarray) -> np.ndarray:
 @pytest.fixture
 def whole_k(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every weight counts as large: one segment over all of K, at a size that a test can afford."""
+    jit.reload()
     _plan.cache_clear()
     variants.select.cache_clear()
     monkeypatch.setattr("cukern.ops._numerics.LARGE_WEIGHT", 1)
     yield
+    jit.reload()
     _plan.cache_clear()
     variants.select.cache_clear()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from . import cache, compiler, devices, driver, launch, toolchain
 from .arch import Target
 from .compiler import Compiled
 from .errors import CompileError, CudaUnavailableError
-from .loaded import LoadedKernel, check_dimensions, check_shared
+from .loaded import LoadedKernel, Repeated, check_dimensions, check_shared
 from .resources import Resources, largest_block
 from .signature import Signature, kernel_names, name_expression, parse, split_name
 from .source import Source, assemble
@@ -303,6 +304,50 @@ class Kernel:
                     self._load(where).launch(slot, grid, block, shared_mem, stream, cluster, pdl)
         finally:
             self._slots.append(slot)
+
+    def _repeated(
+        self,
+        grid: Dims,
+        block: Dims,
+        args: Sequence[Any],
+        *,
+        shared_mem: int = 0,
+        cluster: tuple[int, int, int] | None = None,
+        pdl: bool = False,
+    ) -> Repeated | None:
+        """A launch that was just made on the current device, to be repeated with other addresses.
+
+        Parameters
+        ----------
+        grid, block, args, shared_mem, cluster, pdl
+            As they were. Python numbers at the end of `args` stay what they are; what stands before them (arrays,
+            None, bytes) is given at each repetition, as addresses, 0 and bytes.
+
+        Returns
+        -------
+        Repeated or None
+            None where the kernel has not been launched on this device, or its arguments are not of that form.
+        """
+        loaded, ndarray = self._loaded.get(devices.current_id()), devices.cupy().ndarray
+        if loaded is None or self._pack is None or self.cooperative:
+            return None
+        arguments = launch.checked_arguments(self.name, self.signature, self._layout)
+        fixed = len(args)
+        while fixed and type(args[fixed - 1]) in (int, float):
+            fixed -= 1
+        lead = [a.data.ptr if type(a) is ndarray else 0 if a is None else a for a in args[:fixed]]
+        layout = self._layout
+        by_pack, by_hand = launch.Slot(layout), launch.Slot(layout)
+        pack_into = launch.block_struct(arguments, layout).pack_into
+        try:
+            tail = tuple(arguments.scalar(i, args[i]) for i in range(fixed, len(args)))
+            self._pack(args, by_pack.params)
+            pack_into(by_hand.params, 0, *lead, *tail)
+        except (struct.error, AssertionError):  # opaque parameters, which only the packer knows how to take
+            return None
+        if bytes(by_pack.params) != bytes(by_hand.params):
+            return None
+        return loaded.repeated(self._slots, layout, pack_into, tail, grid, block, shared_mem, cluster, pdl)
 
     def _target_on(self, where: int) -> Target:
         return self._arch or Target(devices.describe(where).arch)

@@ -234,6 +234,16 @@ def checked_arguments(name: str, signature: Signature, layout: Sequence[tuple[in
     return Arguments(name, parameters_from_layout(layout))
 
 
+def block_struct(arguments: Arguments, layout: Sequence[tuple[int, int, str]]) -> struct.Struct:
+    """The parameter block: addresses as Q, scalars by their type, structs as bytes."""
+    formats, end = "=", 0
+    for p, (offset, size, _) in zip(arguments.parameters, layout):
+        formats += f"{offset - end}x" if offset > end else ""
+        end = offset + size
+        formats += "Q" if p.kind == "pointer" else _FORMATS[p.dtype] if p.kind == "scalar" else f"{size}s"
+    return struct.Struct(formats)
+
+
 def compile_packer(
     arguments: Arguments, layout: Sequence[tuple[int, int, str]], ndarray: Any, as_array: Callable[[Any], Any]
 ) -> Callable[[Sequence[Any], Any], int]:
@@ -255,14 +265,10 @@ def compile_packer(
         ``pack(args, buffer) -> device``: fills the parameter block, returns the device of the arrays, -1 if there
         are none.
     """
-    formats, end, values = "=", 0, []
-    lines = []
-    for i, (p, (offset, size, kind)) in enumerate(zip(arguments.parameters, layout)):
-        formats += f"{offset - end}x" if offset > end else ""
-        end = offset + size
+    values, lines = [], []
+    for i, (p, (_, size, kind)) in enumerate(zip(arguments.parameters, layout)):
         a = f"a{i}"
         if p.kind == "pointer":
-            formats += "Q"
             # ndarray.flags makes an object each time; the attribute behind it is seven times faster
             test = f"not {a}._c_contiguous" if hasattr(ndarray, "_c_contiguous") else f"not {a}.flags.c_contiguous"
             if arguments.dtypes[i] is not None:
@@ -280,13 +286,11 @@ def compile_packer(
             values.append(f"p{i}")
         elif p.kind == "scalar":
             fmt = _FORMATS[p.dtype]
-            formats += fmt
             fast = "int" if fmt in "iIqQ" else "float" if fmt in "fd" else ""
             guard = f"if type({a}) is not {fast}: " if fast else ""
             lines.append(f"    {guard}{a} = scalar({i}, {a})")
             values.append(a)
         else:
-            formats += f"{size}s"
             lines.append(f"    {a} = by_value({i}, {a}, {size}, {kind!r})")
             values.append(a)
     names = "".join(f"a{i}, " for i in range(len(layout)))
@@ -345,7 +349,7 @@ def compile_packer(
         "mixed": mixed,
         "explain": explain,
         "wrong_count": arguments.wrong_count,
-        "pack_into": struct.Struct(formats).pack_into,
+        "pack_into": block_struct(arguments, layout).pack_into,
         "StructError": struct.error,
         **{f"d{i}": d for i, d in enumerate(arguments.dtypes)},
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from . import devices, driver, launch
 from .compiler import Compiled
 from .errors import DriverError
+from .launch import Slot
 
 DEFAULT_SHARED = 48 << 10  # dynamic and static shared memory that needs no opt-in
 _MAX_BLOCK = (1024, 1024, 64)
@@ -129,7 +131,7 @@ class LoadedKernel:
             return self._driver.occupancy(self.function, threads, shared_mem)
 
     def launch(
-        self, slot: launch.Slot, grid: Any, block: Any, shared_mem: int, stream: Any, cluster: Dims3 | None, pdl: bool
+        self, slot: Slot, grid: Any, block: Any, shared_mem: int, stream: Any, cluster: Dims3 | None, pdl: bool
     ) -> None:
         """Launch with the arguments that `slot` holds. The device must be current."""
         if type(grid) is int:
@@ -158,6 +160,11 @@ class LoadedKernel:
             launch.dimensions(grid, "grid")
             raise TypeError(f"kernel {self.name!r}: stream={stream!r} is no stream or handle") from None
         code = self._driver.launch_raw(slot.config_address, self.function, slot.pointers_address, None)
+        if code:
+            self._again(code, slot, grid, shape, shared_mem)
+
+    def _again(self, code: int, slot: Slot, grid: Dims3, shape: Dims3, shared_mem: int) -> None:
+        """After a launch that failed: once more if all it lacked was a context, else its error."""
         if code == driver.INVALID_CONTEXT:  # this thread's first use of CUDA
             self._driver.ensure_context(self.device)
             code = self._driver.launch_raw(slot.config_address, self.function, slot.pointers_address, None)
@@ -165,6 +172,25 @@ class LoadedKernel:
             self._driver.fail(
                 f"launch of kernel {self.name!r} (grid {grid}, block {shape}, shared memory {shared_mem})", code
             )
+
+    def repeated(
+        self,
+        pool: list[Slot],
+        layout: list[tuple[int, int, str]],
+        pack_into: Callable[..., None],
+        tail: tuple[Any, ...],
+        grid: Any,
+        block: Any,
+        shared_mem: int,
+        cluster: Dims3 | None,
+        pdl: bool,
+    ) -> Repeated:
+        """A launch that :meth:`launch` has made already, to be made again with other leading arguments."""
+        shape = self._check_block(block, shared_mem)
+        attributes = self._attributes.get((cluster, pdl)) or self._make_attributes(cluster, pdl)
+        return Repeated(
+            self, pool, layout, pack_into, tail, launch.dimensions(grid, "grid"), shape, shared_mem, attributes
+        )
 
     def _check_block(self, block: Any, shared_mem: int) -> Dims3:
         shape = launch.dimensions(block, "block")
@@ -205,6 +231,52 @@ class LoadedKernel:
         buffer = ctypes.create_string_buffer(b"".join(parts), max(len(b"".join(parts)), 1))
         made = (buffer, ctypes.addressof(buffer), len(parts))
         return self._attributes.setdefault((cluster, pdl), made)
+
+
+class Repeated:
+    """A launch of fixed sizes and trailing arguments: ``repeated(address or bytes, ...)`` checks nothing any more.
+
+    The device must be current; the launch goes to CuPy's current stream.
+    """
+
+    __slots__ = ("_attributes", "_driver", "_head", "_layout", "_loaded", "_pack_into", "_pool", "_tail")
+
+    def __init__(
+        self,
+        loaded: LoadedKernel,
+        pool: list[Slot],
+        layout: list[tuple[int, int, str]],
+        pack_into: Callable[..., None],
+        tail: tuple[Any, ...],
+        grid: Dims3,
+        block: Dims3,
+        shared_mem: int,
+        attributes: tuple[Any, int, int],
+    ) -> None:
+        self._loaded = loaded
+        self._driver = loaded._driver
+        self._pool = pool
+        self._layout = layout
+        self._pack_into = pack_into
+        self._tail = tail
+        self._head = (*grid, *block, shared_mem)
+        self._attributes = attributes
+
+    def __call__(self, *lead: int | bytes) -> None:
+        try:
+            slot = self._pool.pop()
+        except IndexError:
+            slot = Slot(self._layout)
+        try:
+            self._pack_into(slot.params, 0, *lead, *self._tail)
+            _, address, count = self._attributes
+            slot.configure(*self._head, devices.stream_pointer(None), address, count)
+            code = self._driver.launch_raw(slot.config_address, self._loaded.function, slot.pointers_address, None)
+            if code:
+                head = self._head
+                self._loaded._again(code, slot, head[0:3], head[3:6], head[6])
+        finally:
+            self._pool.append(slot)
 
 
 def check_shared(kernel: str, shared_mem: Any, bound: int | None) -> None:

@@ -1,6 +1,7 @@
 """cukern's own kernels: by file and name at run time, and all their variants for ahead-of-time compilation.
 
-An operator module ``cukern/ops/x.py`` says which kernels it may launch by a function
+An operator module ``cukern/ops/x.py`` (and ``cukern/models/decode_step.py``) says which kernels it may launch by a
+function
 
     def kernel_variants() -> list[tuple[str, str, tuple, dict | None]]
 
@@ -25,6 +26,8 @@ from .signature import name_expression
 from .source import kernels_src
 
 _memo: dict[tuple[Any, ...], Kernel] = {}
+at_reload: list[Callable[[], None]] = []
+"""Called by :func:`reload`: to forget what holds kernels elsewhere."""
 
 
 def kernel(
@@ -57,6 +60,8 @@ def kernel(
 def reload() -> None:
     """Forget the kernels made by :func:`kernel`, so that edited sources are read again."""
     _memo.clear()
+    for clear in at_reload:
+        clear()
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ class KernelSpec:
 
 
 def variants(modules: Iterable[str] | None = None) -> list[KernelSpec]:
-    """Every variant that the modules declare, without repeats; default: all of ``cukern.ops``.
+    """Every variant that the modules declare, without repeats; default: all of ``cukern.ops`` and the decoding step.
 
     Raises
     ------
@@ -90,6 +95,7 @@ def variants(modules: Iterable[str] | None = None) -> list[KernelSpec]:
     if modules is None:
         package = importlib.import_module("cukern.ops")
         modules = [f"cukern.ops.{m.name}" for m in pkgutil.iter_modules(package.__path__)]
+        modules.append("cukern.models.decode_step")
     found: dict[KernelSpec, None] = {}
     for module in modules:
         declare = getattr(importlib.import_module(module), "kernel_variants", None)

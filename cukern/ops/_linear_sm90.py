@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from cukern.ops._arrays import CTYPES, Array
 from cukern.ops._linear_variants import template_segment
@@ -347,29 +347,51 @@ def launch(
     ValueError
         If the variant given cannot run this weight.
     """
+    return launched(x, weight, bias, residual, target, m, n, k, variant) is not None
+
+
+class Launched(NamedTuple):
+    """A launch as it was made; `maps`: sizes of the tensor maps of x and of the weight, for `matrix_map`."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    arguments: tuple[Any, ...]
+    shared_mem: int
+    cluster: tuple[int, int, int] | None
+    maps: tuple[tuple[int, int, int], tuple[int, int, int]]
+
+
+def launched(
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    residual: Array | None,
+    target: Array,
+    m: int,
+    n: int,
+    k: int,
+    variant: Variant | None = None,
+) -> Launched | None:
+    """:func:`launch`, and what it launched; None where another kernel must."""
     if m < MIN_M and variant is None:
-        return False
+        return None
     from cukern import jit
     from cukern.jit.tensor_map import matrix_map
 
     device = jit.device()
     if device.arch != ARCH:
-        return False
+        return None
     x_address, w_address = int(x.data.ptr), int(weight.data.ptr)
     others = [int(a.data.ptr) for a in (residual, target) if a is not None]
     if not accepts(m, n, k, (x_address, w_address, *others)):
-        return False
+        return None
     plan = _plan(variant, CTYPES[x.dtype], CTYPES[target.dtype], m, n, k, device.sm_count)
-    x_map = matrix_map(x_address, m, k, plan.boxes[0])
-    w_map = matrix_map(w_address, n, k, plan.boxes[1])
-    plan.kernel(
-        plan.grid,
-        plan.block,
-        (x_map, w_map, bias, residual, target, *plan.sizes),
-        shared_mem=plan.shared_mem,
-        cluster=plan.cluster,
-    )
-    return True
+    maps = ((m, k, plan.boxes[0]), (n, k, plan.boxes[1]))
+    x_map, w_map = matrix_map(x_address, *maps[0]), matrix_map(w_address, *maps[1])
+    arguments = (x_map, w_map, bias, residual, target, *plan.sizes)
+    plan.kernel(plan.grid, plan.block, arguments, shared_mem=plan.shared_mem, cluster=plan.cluster)
+    return Launched(plan.kernel, plan.grid, plan.block, arguments, plan.shared_mem, plan.cluster, maps)
 
 
 def kernel_variants() -> list[tuple[str, str, tuple[str | int, ...], None, tuple[str, ...]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cukern.jit import device, kernel
+from cukern.jit import Kernel, device, kernel
 from cukern.ops._arrays import CTYPES, FLOAT32, Array, Place, check_out, check_shape, place_arrays
 from cukern.ops._attention import (
     COMPILED_HEAD_DIMS,
@@ -15,14 +15,19 @@ from cukern.ops._attention import (
     softmax_constants,
     strided,
 )
+from cukern.ops._fast import Plans
 from cukern.ops._numerics import ATTN_CHUNK, ATTN_TILE
 from cukern.reference.attention_decode import attention_decode as reference_attention_decode
 
 __all__ = ["attention_decode", "kernel_variants"]
 
 _NAME = "attention_decode"
+_PLANS = Plans()
 _THREADS = 256
 _CTAS_PER_SM = 2
+
+_Made = tuple[Kernel, tuple[int], tuple[int], tuple[Any, ...]]
+"""A launch: kernel, grid, block, arguments."""
 
 
 def attention_decode(
@@ -110,6 +115,25 @@ def _attention_decode(
     out: Array | None,
     splits: int | None,
 ) -> Array | tuple[Array, Array]:
+    simple = (
+        out is None
+        and return_lse is False
+        and splits is None
+        and (scale is None or type(scale) is float)
+        and (max_seq_len is None or type(max_seq_len) is int)
+    )
+    given, options = (q, k_cache, v_cache, block_tables, seq_lens), (scale, max_seq_len)
+    found = _PLANS.find(given, options) if simple else None
+    if found is not None:
+        plan, addresses = found
+        out = plan.empty()
+        if plan.second is None:
+            plan.launch(*addresses, out.data.ptr, 0, 0, 0)
+        else:
+            part_acc, part_stats = (plan.workspace(shape) for shape in plan.extra)
+            plan.launch(*addresses, out.data.ptr, 0, part_acc.data.ptr, part_stats.data.ptr)
+            plan.second(part_acc.data.ptr, part_stats.data.ptr, addresses[4], out.data.ptr, 0)
+        return out
     place, (q, k_cache, v_cache, block_tables, seq_lens, out) = place_arrays(
         _NAME, q=q, k_cache=k_cache, v_cache=v_cache, block_tables=block_tables, seq_lens=seq_lens, out=out
     )
@@ -135,7 +159,12 @@ def _attention_decode(
     if q.size:
         capacity = block_tables.shape[1] * k_cache.shape[2]
         max_len = capacity if max_seq_len is None else min(capacity, int(max_seq_len))
-        _launch(q, k_cache, v_cache, block_tables, seq_lens, out, lse, max_len, value, c, place, splits)
+        first, second, parts = _launch(
+            q, k_cache, v_cache, block_tables, seq_lens, out, lse, max_len, value, c, place, splits
+        )
+        if simple and place.kind == "cuda":
+            shared_mem = shared_bytes(q.shape[-1])
+            _PLANS.keep(given, options, *first, out, extra=parts, second=second, shared_mem=shared_mem)
     return out if lse is None else (out, lse)
 
 
@@ -152,7 +181,8 @@ def _launch(
     c: float,
     place: Place,
     splits: int | None,
-) -> None:
+) -> tuple[_Made, _Made | None, tuple[tuple[int, ...], ...]]:
+    """Launch, and return what was launched, the merge behind it if there was one, and the shapes of the workspaces."""
     batch, heads, head_dim = q.shape
     num_blocks, kv_heads, block_size, _ = k_cache.shape
     group = heads // kv_heads
@@ -168,61 +198,45 @@ def _launch(
     if items * splits >= 2**31 or batch * heads * -(-head_dim // 32) >= 2**31:
         raise ValueError(f"{_NAME}: q has shape {tuple(q.shape)}, too many (sequence, head) pairs for one launch")
     split = splits > 1
-    part_acc = place.empty((batch, heads, max_chunks, head_dim), FLOAT32) if split else None
-    part_stats = place.empty((batch, heads, max_chunks, 8), FLOAT32) if split else None
+    parts = ((batch, heads, max_chunks, head_dim), (batch, heads, max_chunks, 8))
+    part_acc, part_stats = (place.empty(shape, FLOAT32) if split else None for shape in parts)
     template = (CTYPES[q.dtype], head_dim, ATTN_CHUNK)
     program = kernel("attention_decode.cu", _NAME, template)
-    program(
-        (items * splits,),
-        (_THREADS,),
-        (
-            q_flat,
-            k_flat,
-            v_flat,
-            block_tables,
-            seq_lens,
-            out,
-            lse,
-            part_acc,
-            part_stats,
-            batch,
-            heads,
-            group,
-            q_sequence,
-            q_head,
-            *k_strides,
-            *v_strides,
-            max_blocks,
-            page_shift,
-            num_blocks,
-            max_len,
-            max_chunks,
-            splits,
-            scale,
-            c,
-        ),
-        shared_mem=shared_bytes(head_dim),
+    arguments: tuple[Any, ...] = (
+        q_flat,
+        k_flat,
+        v_flat,
+        block_tables,
+        seq_lens,
+        out,
+        lse,
+        part_acc,
+        part_stats,
+        batch,
+        heads,
+        group,
+        q_sequence,
+        q_head,
+        *k_strides,
+        *v_strides,
+        max_blocks,
+        page_shift,
+        num_blocks,
+        max_len,
+        max_chunks,
+        splits,
+        scale,
+        c,
     )
-    if split:
-        merge = kernel("attention_decode.cu", "attention_decode_merge", template)
-        merge(
-            (batch * heads * -(-head_dim // 32),),
-            (128,),
-            (
-                part_acc,
-                part_stats,
-                seq_lens,
-                out,
-                lse,
-                heads,
-                max_blocks,
-                page_shift,
-                max_len,
-                max_chunks,
-                scale,
-                c,
-            ),
-        )
+    first = (program, (items * splits,), (_THREADS,), arguments)
+    program(*first[1:], shared_mem=shared_bytes(head_dim))
+    if not split:
+        return first, None, parts
+    merge = kernel("attention_decode.cu", "attention_decode_merge", template)
+    arguments = (part_acc, part_stats, seq_lens, out, lse, heads, max_blocks, page_shift, max_len, max_chunks, scale, c)
+    second = (merge, (batch * heads * -(-head_dim // 32),), (128,), arguments)
+    merge(*second[1:])
+    return first, second, parts
 
 
 def select_splits(items: int, max_chunks: int, sm_count: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cukern.jit import device, kernel
+from cukern.jit import Kernel, device, kernel
 from cukern.ops._arrays import CTYPES, FLOAT32, Array, Place, check_dtype, check_out, check_shape, place_arrays
 from cukern.ops._attention import (
     COMPILED_HEAD_DIMS,
@@ -17,12 +17,14 @@ from cukern.ops._attention import (
     softmax_constants,
     strided,
 )
+from cukern.ops._fast import Plans
 from cukern.ops._numerics import ATTN_CHUNK, ATTN_TILE
 from cukern.reference.attention_prefill import attention_prefill as reference_attention_prefill
 
 __all__ = ["Variant", "attention_prefill", "candidates", "kernel_variants"]
 
 _NAME = "attention_prefill"
+_PLANS = Plans()
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,22 @@ def _attention_prefill(
     out: Array | None,
     variant: Variant | None,
 ) -> Array | tuple[Array, Array]:
+    simple = (
+        out is None
+        and return_lse is False
+        and variant is None
+        and type(causal) is bool
+        and (scale is None or type(scale) is float)
+    )
+    given, options = (q, k, v, *index), (causal, scale)
+    found = _PLANS.find(given, options) if simple else None
+    if found is not None:
+        plan, (*addresses, cu_q_address, cu_k_address, tables_address, lens_address) = found
+        out = plan.empty()
+        if plan.extra:
+            cu_k_address = cu_q_address
+        plan.launch(*addresses, out.data.ptr, 0, cu_q_address, cu_k_address, tables_address, lens_address)
+        return out
     cu_q, cu_k, tables, seq_lens = index
     place, (q, k, v, cu_q, cu_k, tables, seq_lens, out) = place_arrays(
         _NAME,
@@ -195,7 +213,13 @@ def _attention_prefill(
         out = place.empty(q.shape, q.dtype)
     lse = place.empty(q.shape[:-1], FLOAT32) if return_lse else None
     if q.size and batch:
-        _launch(q, k, v, (cu_q, cu_k, tables, seq_lens), out, lse, batch, bool(causal), value, c, place, variant)
+        launched = _launch(
+            q, k, v, (cu_q, cu_k, tables, seq_lens), out, lse, batch, bool(causal), value, c, place, variant
+        )
+        if simple and place.kind == "cuda":
+            program, grid, block, arguments, shared_mem = launched
+            same_lengths = index[1] is None and cu_k is not None
+            _PLANS.keep(given, options, program, grid, block, arguments, out, extra=same_lengths, shared_mem=shared_mem)
     return out if lse is None else (out, lse)
 
 
@@ -212,7 +236,8 @@ def _launch(
     c: float,
     place: Place,
     variant: Variant | None,
-) -> None:
+) -> tuple[Kernel, tuple[int], tuple[int], tuple[Any, ...], int]:
+    """Launch, and return what was launched: kernel, grid, block, arguments, shared memory."""
     cu_q, cu_k, tables, seq_lens = index
     heads, head_dim = q.shape[-2:]
     dense, paged = cu_q is None, tables is not None
@@ -232,36 +257,34 @@ def _launch(
     if paged:  # [block, head, token] -> [block, token, head]
         k_strides, v_strides = ((s[0], s[2], s[1]) for s in (k_strides, v_strides))
     program = kernel("attention_prefill.cu", _NAME, variant.template(CTYPES[q.dtype], head_dim, paged))
-    program(
-        (slots * heads,),
-        (variant.warps * 32,),
-        (
-            q_flat,
-            k_flat,
-            v_flat,
-            out,
-            lse,
-            cu_q,
-            cu_k,
-            tables,
-            seq_lens,
-            batch,
-            tokens,
-            0 if paged else k.shape[-3],
-            heads,
-            heads // kv_heads,
-            *((0,) * (3 - len(q_strides)) + q_strides),
-            *((0,) * (3 - len(k_strides)) + k_strides),
-            *((0,) * (3 - len(v_strides)) + v_strides),
-            tables.shape[1] if tables is not None else 0,
-            k.shape[2].bit_length() - 1 if paged else 0,
-            k.shape[0] if paged else 0,
-            int(causal),
-            scale,
-            c,
-        ),
-        shared_mem=variant.shared_mem(head_dim),
+    grid, block, shared_mem = (slots * heads,), (variant.warps * 32,), variant.shared_mem(head_dim)
+    arguments = (
+        q_flat,
+        k_flat,
+        v_flat,
+        out,
+        lse,
+        cu_q,
+        cu_k,
+        tables,
+        seq_lens,
+        batch,
+        tokens,
+        0 if paged else k.shape[-3],
+        heads,
+        heads // kv_heads,
+        *((0,) * (3 - len(q_strides)) + q_strides),
+        *((0,) * (3 - len(k_strides)) + k_strides),
+        *((0,) * (3 - len(v_strides)) + v_strides),
+        tables.shape[1] if tables is not None else 0,
+        k.shape[2].bit_length() - 1 if paged else 0,
+        k.shape[0] if paged else 0,
+        int(causal),
+        scale,
+        c,
     )
+    program(grid, block, arguments, shared_mem=shared_mem)
+    return program, grid, block, arguments, shared_mem
 
 
 def _check(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cukern.jit.tensor_map import matrix_map
 from cukern.ops import _linear_sm90
 from cukern.ops import _linear_variants as variants
 from cukern.ops._arrays import (
@@ -24,6 +25,7 @@ from cukern.ops._arrays import (
     place_arrays,
     pointer,
 )
+from cukern.ops._fast import Plans, plain_dtype
 from cukern.ops._linear_variants import Gpu
 from cukern.reference.linear import linear as reference_linear
 
@@ -31,6 +33,7 @@ __all__ = ["kernel_variants", "linear"]
 
 # Kernels count rows and columns in 32 bits (offsets in 64) and round them up to a tile.
 _MAX_SIZE = 2**31 - 4096
+_PLANS = Plans()
 
 
 def linear(
@@ -88,7 +91,25 @@ def linear(
     -----
     NumPy arrays without emulation go to the reference (float32 and float64 too), with sums in NumPy's order.
     """
-    return _linear(x, weight, bias, residual, dtype, out, static_weight, backend, None)
+    simple = out is None and backend == "cukern" and type(static_weight) is bool and plain_dtype(dtype)
+    if not simple:
+        return _linear(x, weight, bias, residual, dtype, out, static_weight, backend, None)
+    given, options = (x, weight, bias, residual), (dtype, static_weight)
+    found = _PLANS.find(given, options)
+    if found is None:
+        return _linear(x, weight, bias, residual, dtype, out, static_weight, backend, None, (given, options))
+    plan, (x_address, weight_address, bias_address, residual_address) = found
+    target = residual if residual is not None else plan.empty()
+    address = target.data.ptr
+    if plan.extra is None:
+        plan.launch(x_address, weight_address, bias_address, residual_address, address)
+    elif address % 16:  # an allocator of one's own; the Hopper kernel cannot write there
+        return _linear(x, weight, bias, residual, dtype, out, static_weight, backend, None)
+    else:
+        x_sizes, weight_sizes = plan.extra
+        x_map, weight_map = matrix_map(x_address, *x_sizes), matrix_map(weight_address, *weight_sizes)
+        plan.launch(x_map, weight_map, bias_address, residual_address, address)
+    return target
 
 
 def _linear_variant(
@@ -116,7 +137,9 @@ def _linear(
     static_weight: bool,
     backend: str,
     variant: variants.Variant | None,
+    kinds: tuple[Any, Any] | None = None,
 ) -> Array:
+    """`kinds`: arrays and options as given, to leave a plan for the next such call."""
     if backend not in ("cukern", "cublas"):
         raise ValueError(f'linear: backend must be "cukern" or "cublas", got {backend!r}')
     place, (x, weight, bias, residual, out) = place_arrays(
@@ -133,19 +156,40 @@ def _linear(
     if rows == 0 or n == 0:
         return target
     x = contiguous(x, place)
+    if place.kind != "cuda" or (bias is not None and bias.dtype != FLOAT32):
+        kinds = None
     if bias is not None:
         bias = contiguous(bias.astype(FLOAT32, copy=False), place)
     if backend == "cublas":
         _cublas(x, weight, bias, residual is not None, target, rows, n, k)
         return target
-    if variant is None and place.kind == "cuda" and _linear_sm90.launch(x, weight, bias, residual, target, rows, n, k):
-        return target
+    if variant is None and place.kind == "cuda":
+        launched = _linear_sm90.launched(x, weight, bias, residual, target, rows, n, k)
+        if launched is not None:
+            if kinds is not None:
+                program, grid, block, arguments, shared_mem, cluster, maps = launched
+                _PLANS.keep(
+                    *kinds,
+                    program,
+                    grid,
+                    block,
+                    arguments,
+                    target,
+                    extra=maps,
+                    shared_mem=shared_mem,
+                    cluster=cluster,
+                )
+            return target
     aligned = k % 8 == 0 and pointer(weight) % 16 == 0
     plan = _plan(variant, CTYPES[x.dtype], CTYPES[out_dtype], rows, n, k, aligned, variants.Gpu.of(_device()))
     arguments = (x, weight, bias, residual, target, rows, n, k, *plan.arguments)
     if plan.weight_ready:
         arguments += (int(static_weight),)
     plan.kernel(plan.grid, plan.block, arguments, shared_mem=plan.shared_mem, pdl=plan.pdl)
+    if kinds is not None:
+        _PLANS.keep(
+            *kinds, plan.kernel, plan.grid, plan.block, arguments, target, shared_mem=plan.shared_mem, pdl=plan.pdl
+        )
     return target
 
 

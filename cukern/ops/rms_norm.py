@@ -23,10 +23,12 @@ from cukern.ops._arrays import (
     contiguous,
     place_arrays,
 )
+from cukern.ops._fast import Plans, plain_dtype
 from cukern.ops._rows import Variant, allowed_floats, as_eps, ceil_div, check_row_length
 
 __all__ = ["kernel_variants", "rms_norm"]
 
+_PLANS = Plans()
 _FLOAT64 = np.dtype(np.float64)
 _STEP = 1024  # columns that the 256 virtual lanes cover once
 _HELD_STEPS = (1, 4, 8, 16)  # row lengths, in steps, that have a variant with the row in registers
@@ -80,6 +82,14 @@ def rms_norm(
     Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv 1910.07467).
     """
     name = "rms_norm"
+    simple = residual is None and out is None and type(eps) is float and plain_dtype(dtype)
+    found = _PLANS.find((x, weight), (eps, dtype)) if simple else None
+    if found is not None:
+        plan, (x_address, weight_address) = found
+        out = plan.empty()
+        plan.launch(x_address, weight_address, 0, out.data.ptr)
+        return out
+    given = (x, weight)
     place, (x, weight, residual, out) = place_arrays(name, x=x, weight=weight, residual=residual, out=out)
     on_host = place.kind == "reference"
     check_dtype(name, "x", x, allowed_floats(place))
@@ -112,11 +122,11 @@ def rms_norm(
     template, rows_per_block = _variant(rows, columns, x.dtype, wanted, residual is not None)
     warps = int(template[4]) * rows_per_block
     k = kernel("rms_norm.cu", "rms_norm", template)
-    k(
-        (ceil_div(rows, rows_per_block),),
-        (32 * warps,),
-        (contiguous(x, place), contiguous(weight, place), residual, out, rows, columns, eps),
-    )
+    grid, block = (ceil_div(rows, rows_per_block),), (32 * warps,)
+    arguments = (contiguous(x, place), contiguous(weight, place), residual, out, rows, columns, eps)
+    k(grid, block, arguments)
+    if simple and place.kind == "cuda":
+        _PLANS.keep(given, (eps, dtype), k, grid, block, arguments, out)
     return out
 
 
