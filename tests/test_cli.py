@@ -361,6 +361,13 @@ def test_compile_and_cache(cli, tmp_path):
     assert json.loads(cli("cache", "show", "--json")[1])["entries"] == 0
 
 
+def test_compile_refuses_an_unknown_architecture_once(cli):
+    code, out, err = cli("compile", "swiglu", "--arch", "sm_12")
+    assert_one_line(err, code, 2)
+    assert "arch='sm_12' is not known to this NVRTC, which compiles for sm_" in err
+    assert out == ""
+
+
 def test_a_kernel_that_fails_to_compile_is_code_1(cli, monkeypatch):
     from cukern import jit
 

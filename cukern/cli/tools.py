@@ -100,11 +100,12 @@ def compile_(
     """Compile the kernels into the cache ahead of time; no GPU is needed."""
     from cukern import jit
     from cukern.jit import arch as architectures
+    from cukern.jit import toolchain
 
     targets = arch or sorted({gpu.arch for gpu in jit.info().gpus}) or list(jit.ARCHITECTURES)
     for name in arch or ():
         try:
-            architectures.parse(name)
+            architectures.parse(name, toolchain.supported_architectures())
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
     specs = jit.variants()
