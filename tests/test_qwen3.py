@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from cukern.models import ConfigError, ForwardBatch, PagedKVCache, Qwen3, Qwen3Config, demo_checkpoint
-from cukern.models.device import Device
+from cukern.models.device import Device, cuda_problem
 from cukern.ops import rope_table
 from cukern.testing.checkpoints import make_checkpoint
 
@@ -380,7 +380,9 @@ def test_batch_build_errors(args: Any, message: str) -> None:
 
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(4, 8), (4, 48), (-1, 16)])
 def test_cache_errors(num_blocks: int, block_size: int) -> None:
-    with pytest.raises(ValueError, match=r"block_size must be one of|num_blocks must be an integer that is not negative"):
+    with pytest.raises(
+        ValueError, match=r"block_size must be one of|num_blocks must be an integer that is not negative"
+    ):
         PagedKVCache(TINY, num_blocks, block_size, Device("cpu"), np.float32)
 
 
@@ -483,6 +485,23 @@ def test_unusable_gpu_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="'cuda' is not usable: no NVIDIA GPU was found; device='cpu'"):
         Qwen3.from_pretrained(folder("tied-fp16"), device="cuda")
     assert str(Qwen3.from_pretrained(folder("tied-fp16")).device) == "cpu"
+
+
+def test_a_missing_driver_is_not_called_insufficient(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = pytest.importorskip("cupy")
+    from cukern.jit import CudaUnavailableError, driver
+
+    def fail(text: str) -> Any:
+        def call() -> None:
+            raise CudaUnavailableError(text)
+
+        return call
+
+    monkeypatch.setattr(cupy.cuda.runtime, "getDeviceCount", fail("cudaErrorInsufficientDriver: driver version"))
+    monkeypatch.setattr(driver, "get", fail("no NVIDIA driver on this machine"))
+    assert cuda_problem() == "no NVIDIA driver on this machine"
+    monkeypatch.setattr(driver, "get", lambda: None)
+    assert cuda_problem() == "CUDA reports cudaErrorInsufficientDriver: driver version"
 
 
 @pytest.mark.gpu

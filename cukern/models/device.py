@@ -112,6 +112,14 @@ def cuda_problem() -> str | None:
         count = cupy.cuda.runtime.getDeviceCount()
     except Exception as error:  # CUDARuntimeError: no driver, too old a driver, no device
         text = f"CUDA reports {str(error).splitlines()[0]}"
+        if "InsufficientDriver" in text:  # also what CuPy's runtime says where there is no driver at all
+            from cukern.jit import driver
+            from cukern.jit.errors import CudaUnavailableError
+
+            try:
+                driver.get()
+            except CudaUnavailableError as missing:
+                return str(missing)
         if "InitializationError" in text:  # what a child of a process that already used CUDA gets
             text += "; a GPU cannot be used across fork, start workers with multiprocessing.get_context('spawn')"
         return text
