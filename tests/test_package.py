@@ -43,6 +43,15 @@ def test_ops_and_reference_have_the_same_signatures() -> None:
         assert list(op)[: len(ref)] == list(ref) or set(ref) <= set(op), name
 
 
+def test_assert_close_says_where_a_tolerance_belongs() -> None:
+    import numpy as np
+
+    from cukern.testing import assert_close
+
+    with pytest.raises(KeyError, match=r"no tolerance for 'nope'.*cukern/testing/__init__.py"):
+        assert_close("nope", np.zeros(1), np.zeros(1))
+
+
 def test_unknown_name() -> None:
     import cukern
 

@@ -69,6 +69,8 @@ def assert_close(operator: str, result: Any, expected: np.ndarray, *, scale: flo
     scale : float
         Size of the values (the tolerance is for values of the order 1).
     """
+    if operator not in TOLERANCES:
+        raise KeyError(f"no tolerance for {operator!r}: give it a line in TOLERANCES (cukern/testing/__init__.py)")
     error = max_error(result, expected)
     limit = TOLERANCES[operator] * scale
     if not error <= limit:
