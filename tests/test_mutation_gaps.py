@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+import pytest
 
 from cukern import ops
+from cukern.testing import assert_close
 
 
 def test_row_of_more_parts_than_a_warp_has_lanes(backend: Any) -> None:
@@ -17,3 +20,22 @@ def test_row_of_more_parts_than_a_warp_has_lanes(backend: Any) -> None:
     np.testing.assert_array_equal(backend.get(ops.argmax(backend.put(x))), [290_001, 8192 * 34 + 5])
     drawn = backend.get(ops.sample(backend.put(x), temperature=0.2, seed=1))  # e^45 against 300,000 others
     np.testing.assert_array_equal(drawn, [290_001, 8192 * 34 + 5])
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
+def test_largest_score_in_the_first_chunk_of_a_warp(backend: Any, dtype: Any) -> None:
+    """Chunk 32, the first one of the second warp of the merge, has the largest score so far: 33 chunks of 128 keys."""
+    rng = np.random.default_rng(3)
+    length, page, dim = 32 * 128 + 70, 64, 16
+    blocks = -(-length // page)
+    q = np.ones((1, 1, dim), dtype)
+    k, v = (rng.standard_normal((blocks, 1, page, dim)).astype(dtype) for _ in range(2))
+    keys, values = (a.reshape(-1, dim) for a in (k, v))  # one head: the pages in order are the sequence
+    keys[32 * 128 + 3] = 2
+    table, lengths = np.arange(blocks, dtype=np.int32)[None], np.array([length], np.int32)
+    got = ops.attention_decode(*map(backend.put, (q, k, v, table, lengths)))
+    scores = keys[:length].astype(np.float64).sum(1) * dim**-0.5
+    weights = np.exp(scores - scores.max())
+    assert scores.argmax() == 32 * 128 + 3
+    expected = weights @ values[:length].astype(np.float64) / weights.sum()
+    assert_close("attention", backend.get(got)[0, 0], expected)
