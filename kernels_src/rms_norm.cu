@@ -78,7 +78,7 @@ __device__ __forceinline__ float row_sum(const float (&sums)[Parts][Lanes], floa
 }
 
 template <class X, class O, bool Residual, int Steps, int Warps, bool Vector>
-__global__ void __launch_bounds__(Warps == 1 ? 32 * ROWS_PER_BLOCK : 32 * Warps)
+__global__ void __launch_bounds__(Warps == 1 ? 32 * ROWS_PER_BLOCK : 32 * Warps, 1)  // 1: else ptxas spills for 32 registers
     rms_norm(const X *x, const float *weight, float *residual, O *out, i64 rows, int columns, float eps) {
   constexpr int Widest = Residual || sizeof(X) == 4 || sizeof(O) == 4 ? 4 : 2;
   constexpr int Lanes = Vector ? 4 / Widest : 1;  // virtual lanes of one access, at most 16 bytes
