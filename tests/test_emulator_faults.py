@@ -60,9 +60,14 @@ def f32(n: int = 64) -> np.ndarray:
 
 
 def test_read_past_the_end() -> None:
-    fault = expect(E.OutOfBounds, text("""
+    fault = expect(
+        E.OutOfBounds,
+        text("""
         x[threadIdx.x] =
-          x[threadIdx.x + 1]; // fault"""), (f32(), 0), block=64)
+          x[threadIdx.x + 1]; // fault"""),
+        (f32(), 0),
+        block=64,
+    )
     assert fault.argument == "x"
     assert fault.shape == (64,)
     assert fault.index == (64,)
@@ -145,9 +150,15 @@ def test_dynamic_shared_memory() -> None:
 
 def test_overrun_without_checks_stops_at_the_guard_page() -> None:
     x = f32(1024)
-    fault = expect(E.OutOfBounds, text("""
+    fault = expect(
+        E.OutOfBounds,
+        text("""
         for (int i = 0; i < n; ++i)
-          x[i] = 1.f; // fault"""), (x, 100000), block=1, check=False)
+          x[i] = 1.f; // fault"""),
+        (x, 100000),
+        block=1,
+        check=False,
+    )
     assert fault.argument == "x"
     assert (x == 1).all()  # what came before is delivered
 
@@ -203,9 +214,14 @@ def test_misaligned_row_of_ldmatrix() -> None:
 
 
 def test_misaligned_copy() -> None:
-    expect(E.Misaligned, text("""
+    expect(
+        E.Misaligned,
+        text("""
         __shared__ float4 s[8];
-        cp_async_16(s, x + 1); // fault"""), (f32(), 0), block=1)
+        cp_async_16(s, x + 1); // fault"""),
+        (f32(), 0),
+        block=1,
+    )
 
 
 def test_misaligned_streaming_load() -> None:
@@ -394,21 +410,29 @@ def test_wait_that_leaves_the_group_pending() -> None:
 
 
 def test_copy_from_outside_the_array() -> None:
-    fault = expect(E.OutOfBounds, text("""
+    fault = expect(
+        E.OutOfBounds,
+        text("""
         __shared__ float4 s[64];
-        cp_async_16(s + threadIdx.x, x + threadIdx.x * 4); // fault"""), (f32(64), 0))
+        cp_async_16(s + threadIdx.x, x + threadIdx.x * 4); // fault"""),
+        (f32(64), 0),
+    )
     assert fault.argument == "x"
     assert fault.index == (64,)
 
 
 def test_copy_that_is_not_valid_reads_nothing() -> None:
     x = f32()
-    launch(text("""
+    launch(
+        text("""
         __shared__ float4 s[2];
         cp_async_16(s, nullptr, false);
         cp_async_commit();
         cp_async_wait<0>();
-        x[0] = s[0].x + 1.f;"""), (x, 0), block=1)
+        x[0] = s[0].x + 1.f;"""),
+        (x, 0),
+        block=1,
+    )
     assert x[0] == 1
 
 
@@ -432,10 +456,13 @@ def test_two_barriers() -> None:
 
 def test_exited_threads_count_as_arrived() -> None:
     x = f32()
-    launch(text("""
+    launch(
+        text("""
         if (threadIdx.x >= n) return;
         __syncthreads();
-        x[threadIdx.x] = 1;"""), (x, 40))
+        x[threadIdx.x] = 1;"""),
+        (x, 40),
+    )
     assert x.sum() == 40
 
 
@@ -597,11 +624,14 @@ def test_works_after_a_fault() -> None:
         expect(E.OutOfBounds, text("x[n] = 1.f;"), (f32(), 64))
         expect(E.Deadlock, text("if (threadIdx.x == 0) __syncwarp(); else __syncthreads();"), (f32(), 0), block=32)
         x = f32()
-        launch(text("""
+        launch(
+            text("""
             __shared__ float s[64];
             s[threadIdx.x] = 1;
             __syncthreads();
-            x[threadIdx.x] = s[63 - threadIdx.x];"""), (x, 0))
+            x[threadIdx.x] = s[63 - threadIdx.x];"""),
+            (x, 0),
+        )
         assert (x == 1).all()
 
 
