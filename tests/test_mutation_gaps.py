@@ -7,8 +7,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from test_advance import BLOCK, assert_same, moved, state
 
-from cukern import ops
+from cukern import ops, reference
 from cukern.testing import assert_close
 
 
@@ -39,3 +40,27 @@ def test_largest_score_in_the_first_chunk_of_a_warp(backend: Any, dtype: Any) ->
     assert scores.argmax() == 32 * 128 + 3
     expected = weights @ values[:length].astype(np.float64) / weights.sum()
     assert_close("attention", backend.get(got)[0, 0], expected)
+
+
+def test_history_token_outside_the_vocabulary(backend: Any) -> None:
+    """One past the vocabulary is the first logit of the next row."""
+    logits = np.arange(12, dtype=np.float32).reshape(2, 6)
+    tokens, counts = np.array([[6, -1], [0, 0]], np.int32), np.ones((2, 2), np.int32)
+    lengths = np.array([2, 0], np.int32)
+    history = {"tokens": tokens, "counts": counts, "lengths": lengths}
+    got = ops.apply_penalties(
+        backend.put(logits), **{n: backend.put(a) for n, a in history.items()}, repetition=2.0, presence=1.0
+    )
+    np.testing.assert_array_equal(backend.get(got), logits)
+
+
+def test_history_that_is_full(backend: Any, rng: np.random.Generator) -> None:
+    """A token that is not in it is not remembered, and nothing else changes."""
+    expected = state(rng, rows=3, history=4)
+    expected.history_lengths[...] = [4, 4, 3]
+    got = moved(expected, backend.put)
+    tokens = np.array([8, 8, 8], np.int32)  # the history holds 0 to 3
+    reference.advance(tokens, expected, BLOCK)
+    ops.advance(backend.put(tokens), got, BLOCK)
+    assert_same(got, expected, backend.get)
+    assert expected.history_lengths.tolist() == [4, 4, 4]
