@@ -16,22 +16,32 @@
 // Launch    cooperative, gridDim.x = blocks that fit (one a multiprocessor), 512 threads, dynamic shared memory SHARED_BYTES
 // Numerics  the bits of every result are those of the operators called one after another (docs/numerics.md)
 // Template  T half | bf16; the model and the batch by macros, see decode/shape.cuh
-// PROFILE   thread 0 of every block writes clock64() at STAMPS points of each layer into `stamps` [gridDim.x, LAYERS + 1, STAMPS]
+// PROFILE   every warp writes its clock at points of each layer (MARK) into `stamps` [gridDim.x, LAYERS + 1, MARKS, WARPS]
 // Measured: see docs/performance.md
 #include "decode/attention.cuh"
 #include "ptx/grid_barrier.cuh"
 
-struct LayerPointers {
-  u64 input_norm, qkv, qkv_bias, q_norm, k_norm, o, o_bias, post_norm, gate_up, down;
-};
-
-constexpr int STAMPS = 24;
 #if PROFILE
-#define STAMP(i) \
-  if (threadIdx.x == 0) stamps[((i64)blockIdx.x * (LAYERS + 1) + layer) * STAMPS + (i)] = clock64()
+#define MARKS_OF(layer)                                                                        \
+  if ((threadIdx.x & 31) == 0)                                                                 \
+  const_cast<Plan &>(plan).marks[threadIdx.x >> 5] =                                           \
+      stamps + ((i64)blockIdx.x * (LAYERS + 1) + (layer)) * MARKS * WARPS + (threadIdx.x >> 5)
 #else
-#define STAMP(i)
+#define MARKS_OF(layer)
 #endif
+
+// Norm weights come from memory, a block asks for them long before they are used: those of the second half of a layer and of
+// the first half of the next (or the last ones).
+__device__ __forceinline__ void fetch_norms(const LayerPointers &layer, const LayerPointers *next, const float *final_norm) {
+  auto fetch = [](u64 from, int floats) {
+    for (int i = threadIdx.x * 32; i < floats; i += THREADS * 32) prefetch_line(reinterpret_cast<const float *>(from) + i);
+  };
+  fetch(layer.post_norm, HIDDEN);
+  fetch(next != nullptr ? next->input_norm : reinterpret_cast<u64>(final_norm), HIDDEN);
+  if (next == nullptr) return;
+  fetch(next->q_norm, HEAD_DIM);
+  fetch(next->k_norm, HEAD_DIM);
+}
 
 // State of each sequence, tables of this block's work, the rotations: everything that stays the same for the whole step.
 template <class T>
@@ -47,14 +57,10 @@ __device__ __forceinline__ void prepare(unsigned char *shared, const int *token_
     plan.first[thread] = first_tile(thread, blockIdx.x);
     plan.units[thread] = (first_tile(thread, blockIdx.x + 1) - plan.first[thread]) * product_segments(thread);
   }
-  for (int phase = thread; phase < PHASES; phase += THREADS) {
-    const LayerPointers *const layer = layers + phase / 4;
-    plan.weights[phase] = phase == PHASES - 1 ? reinterpret_cast<u64>(head)
-                          : phase % 4 == QKV  ? layer->qkv
-                          : phase % 4 == O    ? layer->o
-                          : phase % 4 == DOWN ? layer->down
-                                              : layer->gate_up;
-  }
+  constexpr int Pointers = LAYERS * (int)(sizeof(LayerPointers) / 8);
+  for (int i = thread; i < Pointers; i += THREADS)
+    reinterpret_cast<u64 *>(plan.layers)[i] = reinterpret_cast<const u64 *>(layers)[i];
+  if (thread == 0) plan.head = reinterpret_cast<u64>(head);
   if (thread < ROWS) {
     RowState row;
     row.slot = slots[thread];
@@ -103,7 +109,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                 const LayerPointers *layers, const unsigned char *weights, const T *embedding, const T *head,
                 const float *final_norm, const float *rope, T *k_cache, T *v_cache, u64 *qkv, u64 *attended,
                 u64 *after_attention, u64 *gated, u64 *after_mlp, u64 *part_words, float *part_acc, float *part_stats,
-                float *logits, u64 *state, i64 *stamps, i64 rope_length, int max_blocks, int page_shift, int num_blocks,
+                float *logits, u64 *state, u32 *stamps, i64 rope_length, int max_blocks, int page_shift, int num_blocks,
                 int max_chunks, float eps, float c) {
   extern __shared__ __align__(128) unsigned char shared[];
   T *const zeros = reinterpret_cast<T *>(shared + Shared::zeros), *const x = reinterpret_cast<T *>(shared + Shared::x);
@@ -138,7 +144,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                          reinterpret_cast<float *>(shared + Shared::key_sum), head_norms,
                          reinterpret_cast<const float *>(shared + Shared::rotations), rows, tables, max_blocks, page_shift,
                          num_blocks, max_chunks, eps, c, part_acc, part_stats, part_words, Link{attended, 0}, Link{qkv, 0},
-                         false};
+                         false, plan};
   const bool has_item = (int)blockIdx.x < attention.items();
   const int first_pages = has_item ? attention.pages(attention.item(blockIdx.x)) : -1;
   attention.together = attention.chunks() > ROWS && attention.chunks() > INLINE_CHUNKS;
@@ -151,46 +157,47 @@ __global__ void __launch_bounds__(THREADS, 1)
     stream.issued = 0;
   };
   NormWeights norm;
-  auto norm_from = [&](const Link &link) {
-    norm_rows(x, groups, norm, eps, [&](int row, int column) { return link.receive_floats<HIDDEN>(row, column); });
+  // Of what other blocks have sent, or of the tokens' embeddings where the layer is 0.
+  auto norm_from = [&](int layer, const Link &link, int point) {
+    norm_rows(x, groups, norm, eps, [&](int row, int column) {
+      Vec<float, 4> v;
+      if (layer > 0) {
+        v = link.receive_floats<HIDDEN>(row, column);
+      } else {
+        const int id = rows[row].embedding;
+        const Vec<T, 4> e = load_vec<T, 4>(embedding + (i64)max(id, 0) * HIDDEN + column);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) v.v[j] = id < 0 ? CUKERN_NAN : to_float(e.v[j]);
+      }
+      MARK(plan, point);
+      (void)point;
+      return v;
+    });
   };
 
 #pragma unroll 1
   for (int layer = 0; layer < LAYERS; ++layer) {
-    const LayerPointers &w = layers[layer];
+    const LayerPointers &w = plan.layers[layer];
     // ---- 1: QKV. What does not depend on the layer before is fetched while waiting for it.
     norm.announce(reinterpret_cast<const float *>(w.input_norm));
     if (has_item && threadIdx.x < 2 * HEAD_DIM)
       head_norms[threadIdx.x] =
           reinterpret_cast<const float *>(threadIdx.x < HEAD_DIM ? w.q_norm : w.k_norm)[threadIdx.x % HEAD_DIM];
     if (!OVERLAY) fetch_first_item(layer);
-    STAMP(0);
+    if (blockIdx.x == gridDim.x - 1) fetch_norms(w, layer + 1 < LAYERS ? plan.layers + layer + 1 : nullptr, final_norm);
+    MARKS_OF(layer);
+    MARK(plan, 0);
     if (layer > 0) meet();
-    STAMP(1);
-    if (plan.units[QKV] > 0) {
-      if (layer > 0)
-        norm_from(Link{after_mlp, tag});
-      else
-        norm_rows(x, groups, norm, eps, [&](int row, int column) {
-          Vec<float, 4> v;
-          const int id = rows[row].embedding;
-          const Vec<T, 4> e = load_vec<T, 4>(embedding + (i64)max(id, 0) * HIDDEN + column);
-#pragma unroll
-          for (int j = 0; j < 4; ++j) v.v[j] = id < 0 ? CUKERN_NAN : to_float(e.v[j]);
-          return v;
-        });
-    }
+    if (plan.units[QKV] > 0) norm_from(layer, Link{after_mlp, tag}, 1);
     ++tag;
-    STAMP(2);
+    MARK(plan, 2);
     attention.qkv.tag = attention.out.tag = tag;
     multiply<QKV>(stream, unit, x, zeros, partial,
                   StoreRounded<QKV_SIZE, T>{reinterpret_cast<const float *>(w.qkv_bias), attention.qkv});
-    STAMP(3);
     sent();
     if (OVERLAY) fetch_first_item(layer);
-    STAMP(4);
     meet();
-    STAMP(5);
+    MARK(plan, 9);
 
     // ---- 2: attention
     if (has_item) {
@@ -211,16 +218,15 @@ __global__ void __launch_bounds__(THREADS, 1)
         later = -1;
       }
     }
-    STAMP(6);
+    MARK(plan, 21);
     if (attention.together) {
       barrier.arrive();
       barrier.wait();
       attention.merge_long(*reinterpret_cast<MergeMemory *>(keys));
     }
-    STAMP(7);
+    MARK(plan, 22);
     sent();
     meet();
-    STAMP(8);
 
     // ---- 3: output product
     if (plan.units[O] > 0) {
@@ -228,52 +234,44 @@ __global__ void __launch_bounds__(THREADS, 1)
         load_rows<Q_SIZE>(x, attention.out);
       else
         attention.load_merged(x, reinterpret_cast<float *>(shared + Shared::q));
+      MARK(plan, 23);
       __syncthreads();
     }
-    STAMP(9);
+    MARK(plan, 24);
     const int own_column = plan.first[O] * 8;
     multiply<O>(stream, unit, x, zeros, partial,
                 AddToResidual<T>{reinterpret_cast<const float *>(w.o_bias), own, Link{after_attention, tag}, own_column});
-    STAMP(10);
     sent();
     norm.announce(reinterpret_cast<const float *>(w.post_norm));
-    STAMP(11);
+    MARK(plan, 31);
     meet();
-    STAMP(12);
 
     // ---- 4: gate and up
-    if (plan.units[GATE_UP] > 0) norm_from(Link{after_attention, tag});
-    STAMP(13);
+    if (plan.units[GATE_UP] > 0) norm_from(LAYERS, Link{after_attention, tag}, 32);
+    MARK(plan, 33);
     multiply<GATE_UP>(stream, unit, x, zeros, partial, StoreSwiglu<T>{Link{gated, tag}});
-    STAMP(14);
     sent();
-    STAMP(15);
     meet();
-    STAMP(16);
 
     // ---- 5: down
     if (plan.units[DOWN] > 0) {
       load_rows<INTERMEDIATE>(x, Link{gated, tag});
+      MARK(plan, 40);
       __syncthreads();
     }
-    STAMP(17);
+    MARK(plan, 41);
     multiply<DOWN>(stream, unit, x, zeros, partial, AddToResidual<T>{nullptr, own, Link{after_mlp, tag}, own_column});
-    STAMP(18);
     sent();
-    STAMP(19);
   }
   norm.announce(final_norm);
-  const int layer = LAYERS;
-  STAMP(0);
+  MARKS_OF(LAYERS);
+  MARK(plan, 0);
   meet();
-  STAMP(1);
-  if (plan.units[HEAD] > 0) norm_from(Link{after_mlp, tag});
-  STAMP(2);
+  if (plan.units[HEAD] > 0) norm_from(LAYERS, Link{after_mlp, tag}, 1);
+  MARK(plan, 2);
   multiply<HEAD>(stream, unit, x, zeros, partial, StoreLogits<T>{logits});
-  STAMP(3);
   cp_async_wait<0>();
   if (threadIdx.x == 0) ++state[1 + blockIdx.x];
-  (void)layer;
   (void)weights;
   (void)stamps;
 }

@@ -13,8 +13,9 @@ import pytest
 from paging import UNUSED, bits
 
 import cukern
+from cukern.bench.profile_decode import point_times, table
 from cukern.models import ForwardBatch, PagedKVCache, Qwen3, demo_checkpoint
-from cukern.models.decode_step import DecodeStep, Layout, kernel_defines, plan_layout
+from cukern.models.decode_step import MARKS, DecodeStep, Layout, kernel_defines, plan_layout
 from cukern.models.kv_cache import ScratchKVCache
 from cukern.testing.checkpoints import QWEN3_SHAPES, make_checkpoint
 
@@ -215,6 +216,33 @@ def test_slot_of_minus_one_writes_nothing() -> None:
     step.load(batch)
     np.testing.assert_array_equal(bits(step.run()), bits(want))
     np.testing.assert_array_equal(bits(other.k), bits(cache.k))
+
+
+def test_profile_names_every_point_and_changes_no_bits() -> None:
+    scene = Scene(model_of("hd128-fp16"), (200,))
+    cache = scene.cache()
+    step = DecodeStep(scene.model, cache, 1, scene.width, blocks=4, profile=True)
+    step.load(scene.batch())
+    np.testing.assert_array_equal(bits(step.run()), bits(scene.expected()[0][0]))
+    layers = scene.model.config.num_hidden_layers
+    assert step.stamps.shape == (4, layers + 1, MARKS, 16)
+    assert (step.stamps[0, :-1].max(-1) > 0).all()  # block 0 has work in every phase
+    lines = table(step.stamps, 1000.0)
+    assert sum("= together" in line for line in lines) == 11
+    assert all(float(line.split()[-1]) >= 0 for line in lines[2:] if line.startswith("  "))
+
+
+def test_times_of_a_profile() -> None:
+    """A clock that wraps, a warp that is late, a block that does not take part, a point that nobody passes."""
+    at = np.cumsum(np.full(MARKS, 10))[None, None, :, None] + np.array([0, 5])
+    stamps = np.broadcast_to(at + 2**32 - 103, (2, 3, MARKS, 2)).astype(np.uint64).astype(np.uint32)
+    stamps[1, :, 10:21] = 0
+    stamps[:, :, 30] = 0
+    first, last = point_times(stamps)
+    assert first[0, 1, :4].tolist() == [0, 10, 20, 30]
+    assert last[0, 1, :4].tolist() == [5, 15, 25, 35]
+    assert first[1, 2, 9:22].tolist() == [90.0] * 12 + [210.0]
+    assert first[0, 0, 29:32].tolist() == [290, 290, 310]
 
 
 # ---- refusals

@@ -18,6 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from cukern.bench.profile_decode import table
 from cukern.models import ForwardBatch, PagedKVCache, Qwen3
 from cukern.models.decode_step import DecodeStep
 from cukern.models.device import Device
@@ -28,30 +29,6 @@ _BANDWIDTH = 4.8e12
 _PAGE = 16
 _CASES = [(1, 127), (1, 128), (1, 1024), (1, 4096), (1, 32768)]
 _CASES += [(batch, context) for context in (128, 1024) for batch in (2, 4, 8, 16)]
-
-# Intervals between the clock readings of decode_step.cu: (from, to, what happens). Without a barrier (few rows)
-# the wait for other blocks is part of receiving.
-_INTERVALS = [
-    (0, 1, "barrier"),
-    (1, 2, "receive, norm"),
-    (2, 3, "qkv product"),
-    (3, 4, "arrive"),
-    (4, 5, "barrier"),
-    (5, 6, "attention"),
-    (6, 7, "merge together"),
-    (7, 8, "barrier"),
-    (8, 9, "receive, merge"),
-    (9, 10, "o product"),
-    (10, 11, "arrive"),
-    (11, 12, "barrier"),
-    (12, 13, "receive, norm"),
-    (13, 14, "gate|up product"),
-    (14, 15, "arrive"),
-    (15, 16, "barrier"),
-    (16, 17, "receive"),
-    (17, 18, "down product"),
-    (18, 19, "arrive"),
-]
 
 
 class _Noise:
@@ -181,26 +158,17 @@ def time_cases(cupy: Any, model: Qwen3, cases: list[tuple[int, int]]) -> None:
 
 
 def profile(cupy: Any, model: Qwen3, batch: int, context: int) -> None:
-    """Mean time of each part of a layer, over the layers but the first: mean and extremes over the blocks."""
+    """Time of each part of a layer, from a build with clock readings; see profile_decode."""
     inputs, cache = make_batch(cupy, model, batch, context)
     step = DecodeStep(model, cache, batch, int(inputs.block_tables.shape[1]), profile=True)
     step.load(inputs)
     us = statistics.median(graph_times(cupy, step))
     stamps = cupy.asnumpy(step.stamps)
-    cycles = stamps[:, -1, 3] - stamps[:, 0, 0]
-    scale = us / float(cycles.mean())  # the launch itself is counted in: a few percent
-    layers = stamps[:, 1:-1]
-    print(f"profile B{batch} context {context}: {us:.1f} us a step, {1 / scale:.0f} cycles a us; us of a layer")
-    print(f"{'':20} {'mean':>7} {'fastest':>8} {'slowest':>8} {'block 0':>8}")
-    total = 0.0
-    for first, last, what in _INTERVALS:
-        spent = (layers[:, :, last] - layers[:, :, first]).mean(1) * scale
-        total += float(spent.mean())
-        print(f"{what:20} {spent.mean():7.2f} {spent.min():8.2f} {spent.max():8.2f} {spent[0]:8.2f}")
-    print(f"{'layer':20} {total:7.2f}")
-    for first, last, what in ((0, 1, "barrier"), (1, 2, "receive, norm"), (2, 3, "head product")):
-        spent = (stamps[:, -1, last] - stamps[:, -1, first]) * scale
-        print(f"{what:20} {spent.mean():7.2f} {spent.min():8.2f} {spent.max():8.2f} {spent[0]:8.2f}")
+    whole = (stamps[:, -1, 7, 0] - stamps[:, 0, 0, 0]).astype(np.float64)  # to the last logits
+    rate = float(whole.mean()) / us  # the launch itself is counted in: a few percent
+    layer = float((stamps[:, -1, 0, 0] - stamps[:, 1, 0, 0]).mean()) / rate / (model.config.num_hidden_layers - 1)
+    print(f"profile B{batch} context {context}: {us:.1f} us a step, {rate:.0f} cycles a us, {layer:.2f} us a layer")
+    print("\n".join(table(stamps, rate)), flush=True)
 
 
 def main() -> int:

@@ -5,7 +5,7 @@ The bits of the logits are those of `Qwen3.forward`; what differs is the time be
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,17 +16,18 @@ from .config import Qwen3Config
 from .kv_cache import PagedKVCache, ScratchKVCache
 from .qwen3 import Qwen3
 
-__all__ = ["MAX_ROWS", "DecodeStep", "Layout", "plan_layout"]
+__all__ = ["MARKS", "MAX_ROWS", "DecodeStep", "Layout", "kernel_variants", "plan_layout"]
 
 Array = Any
 
 MAX_ROWS = 16
 """Sequences of one step: the rows of a tensor-core tile."""
 
-STAMPS = 24
-"""Clock readings of a profiled step, a layer and block (see decode_step.cu)."""
+MARKS = 48
+"""Clock readings of a profiled step, a layer and warp (see ``MARK`` in kernels_src/decode/shape.cuh)."""
 
 _WARPS = 16
+_PROFILE_BYTES = 8 * _WARPS  # of struct Plan
 _THREADS = 32 * _WARPS
 _MERGE_BYTES = 35872  # sizeof(MergeMemory)
 # In order of preference: (K of a ring's slot, fewest slots, whether keys and values lie over x).
@@ -135,7 +136,7 @@ def _fixed_bytes(c: Qwen3Config, rows: int, partials: int, owned: int, overlay: 
     groups = ATTN_CHUNK // 16
     attention = 16 * c.head_dim * 2 + 16 * ATTN_CHUNK * 2 + (16 + 64) * groups * 4
     state = (partials + owned) * rows * 32 + rows * 32 + 2 * c.head_dim * 4 + rows * c.head_dim * 4 + rows * 32
-    plan = (4 * c.num_hidden_layers + 1) * 8 + 2 * 5 * 4
+    plan = c.num_hidden_layers * 80 + 8 + 2 * 5 * 4
     return 16 + (max(x, kv) if overlay else x + kv) + attention + state + plan
 
 
@@ -171,8 +172,8 @@ class DecodeStep:
     block_tables : int32 [max_batch, max_blocks_per_seq]
     logits : float32 [max_batch, V]
         Overwritten by every step.
-    stamps : int64 [blocks, L + 1, 24] or None
-        Multiprocessor clock at the points named in decode_step.cu, only with `profile`.
+    stamps : uint32 [blocks, L + 1, 48, 16] or None
+        Multiprocessor clock of each warp at the points of a layer, only with `profile`; 0 where it did not pass.
 
     Raises
     ------
@@ -203,7 +204,7 @@ class DecodeStep:
         if cache.k.dtype != model.dtype:
             raise ValueError(f"cache is {cache.k.dtype}, the model computes in {model.dtype}")
         c = model.config
-        self.blocks, layout = _plan(model, max_batch, blocks, max_shared_mem)
+        self.blocks, layout = _plan(model, max_batch, blocks, max_shared_mem, profile)
         if isinstance(layout, str):
             raise ValueError(f"DecodeStep cannot run {layout}; use Qwen3.forward")
         self.layout = layout
@@ -234,7 +235,9 @@ class DecodeStep:
             self._part_acc = xp.empty((*heads, self._max_chunks, c.head_dim), np.float32)
             self._part_stats = xp.empty((*heads, self._max_chunks, 8), np.float32)
             self._state = xp.zeros(1 + self.blocks, np.uint64)
-            self.stamps = xp.zeros((self.blocks, c.num_hidden_layers + 1, STAMPS), np.int64) if profile else None
+            self.stamps = (
+                xp.zeros((self.blocks, c.num_hidden_layers + 1, MARKS, _WARPS), np.uint32) if profile else None
+            )
         self.token_ids, self.positions, self.slot_mapping, self.block_tables, self.seq_lens = (
             array[:max_batch] for array in self._rows.values()
         )
@@ -348,7 +351,9 @@ class DecodeStep:
         return self.logits
 
 
-def _plan(model: Qwen3, batch: int, blocks: int | None, max_shared_mem: int | None) -> tuple[int, Layout | str]:
+def _plan(
+    model: Qwen3, batch: int, blocks: int | None, max_shared_mem: int | None, profile: bool = False
+) -> tuple[int, Layout | str]:
     """Blocks and layout on the model's device."""
     from .. import jit
 
@@ -358,7 +363,12 @@ def _plan(model: Qwen3, batch: int, blocks: int | None, max_shared_mem: int | No
         info = jit.device()
     count = info.sm_count if blocks is None else blocks
     limit = info.max_shared_mem if max_shared_mem is None else max_shared_mem
-    return count, plan_layout(model.config, batch, count, limit)
+    if not profile:
+        return count, plan_layout(model.config, batch, count, limit)
+    layout = plan_layout(model.config, batch, count, limit - _PROFILE_BYTES)
+    if isinstance(layout, Layout):
+        layout = replace(layout, shared_bytes=layout.shared_bytes + _PROFILE_BYTES)
+    return count, layout
 
 
 def kernel_defines(config: Qwen3Config, layout: Layout, profile: bool = False) -> dict[str, int]:
@@ -387,3 +397,30 @@ def kernel_defines(config: Qwen3Config, layout: Layout, profile: bool = False) -
     for name, (n, k) in _products(c).items():
         defines[f"SEGMENT_{name}"] = segment_length(n, k)
     return defines
+
+
+# Architecture, multiprocessors and KB of shared memory of a block: a typical GPU of each.
+_TARGETS = (
+    ("sm_80", 108, 163),
+    ("sm_86", 84, 99),
+    ("sm_89", 128, 99),
+    ("sm_90a", 132, 227),
+    ("sm_100a", 148, 227),
+    ("sm_120a", 170, 99),
+)
+
+
+def kernel_variants() -> list[tuple[str, str, tuple[str], dict[str, int], tuple[str, ...]]]:
+    """A step of one sequence of Qwen3-0.6B, as a typical GPU of every architecture compiles it (`cukern.jit.variants`).
+
+    Other models and batches are compiled when they are first used.
+    """
+    from ..testing.checkpoints import QWEN3_SHAPES
+
+    found: list[tuple[str, str, tuple[str], dict[str, int], tuple[str, ...]]] = []
+    for arch, multiprocessors, shared_kb in _TARGETS:
+        layout = plan_layout(QWEN3_SHAPES["0.6B"], 1, multiprocessors, shared_kb << 10)
+        if isinstance(layout, Layout):
+            defines = kernel_defines(QWEN3_SHAPES["0.6B"], layout)
+            found += [("decode_step.cu", "decode_step", (t,), defines, (arch,)) for t in ("half", "bf16")]
+    return found

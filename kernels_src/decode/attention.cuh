@@ -29,6 +29,7 @@ template <class T> struct Attention {
   Link out;                      // T [ROWS, Q_SIZE]
   Link qkv;                      // T [ROWS, QKV_SIZE]
   bool together;                 // chunks are merged behind a barrier
+  const Plan &plan;
 
   __device__ __forceinline__ int items() const {
     return rows[ROWS - 1].first_item + rows[ROWS - 1].chunks * KV_HEADS;
@@ -78,6 +79,7 @@ template <class T> struct Attention {
       const int column = from * HEAD_DIM + h.element;
       qkv.receive16<QKV_SIZE, T>(h.first, h.second, i.row, column, column + HEAD_DIM / 2);
     }
+    MARK(plan, 10);
     const float sum = head_squares(h.first, h.second, HEAD_LANES);
     if (h.active && h.head <= GROUP)
       norm_rotate_head(h.first, h.second, sum, head_norms + (h.head == GROUP ? HEAD_DIM : 0) + h.element,
@@ -113,14 +115,17 @@ template <class T> struct Attention {
     const int key0 = i.chunk * KEYS, length = rows[i.row].length;
 
     const NewHeads heads = load_heads(i);
+    MARK(plan, 11);
     const bool values_later = later < 0 && !is_fresh(i);
     if (values_later)
       cp_async_wait<1>();
     else
       wait_behind(later);
     __syncthreads();  // the cached keys are there, and the values unless they may come later
+    MARK(plan, 12);
     place_heads(i, heads, k_cache, v_cache);
     __syncthreads();
+    MARK(plan, 13);
 
     // Scores: a warp takes 16 keys.
     float s[2][4] = {};
@@ -145,7 +150,9 @@ template <class T> struct Attention {
         if ((lane & 3) == 0) key_max[(row + 8 * r) * KEY_GROUPS + warp] = top;
       }
     }
+    MARK(plan, 14);
     __syncthreads();  // the maxima are there, and the keys may be overwritten
+    MARK(plan, 15);
     next_keys();
 
     // Statistics of the two tiles, the same in every warp; p of this warp's 16 keys.
@@ -173,8 +180,10 @@ template <class T> struct Attention {
         }
       }
     }
+    MARK(plan, 16);
     if (values_later) cp_async_wait<1>();  // all but the next keys
     __syncthreads();                       // p, the sums and the values are there
+    MARK(plan, 17);
 
     // P V: a warp takes all keys for 16 columns.
     float acc[2][4] = {};
@@ -202,7 +211,9 @@ template <class T> struct Attention {
         }
       }
     }
+    MARK(plan, 18);
     __syncthreads();  // the values, p and the statistics may be overwritten
+    MARK(plan, 19);
     next_values();
 
     const bool whole = rows[i.row].chunks == 1;
@@ -240,6 +251,7 @@ template <class T> struct Attention {
           store_vec(part_acc + part * HEAD_DIM + at, Vec<float, 2>{acc[d][2 * r], acc[d][2 * r + 1]});
       }
     }
+    MARK(plan, 20);
   }
 
   // Four columns of a merged head from the statistics (m, l of four lanes) and accumulators of its chunks, into x.

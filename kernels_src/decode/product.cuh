@@ -126,19 +126,18 @@ template <class T> struct StoreSwiglu {  // T [ROWS, INTERMEDIATE]
   }
 };
 
-// Fragments of x for two k-steps at column k: all four registers of the mma's A operand for each.
+// Fragments of x for two k-steps at column k: all four registers of the mma's A operand for each. Rows of the tile beyond ROWS
+// are copies of row 0, and so are their sums, which nobody looks at.
 template <class T> struct Fragments {
-  const T *lane_row, *zeros;  // this lane's row for ldmatrix at column 0, or zeros
-  bool present;
+  const T *lane_row, *zeros;  // this lane's row for ldmatrix at column 0
 
   __device__ __forceinline__ Fragments(const T *x, const T *zeros, int pitch, int lane) : zeros(zeros) {
     const int row = ROWS <= 8 ? lane & 7 : lane & 15, piece = ROWS <= 8 ? lane >> 3 : lane >> 4;
-    present = row < ROWS;
-    lane_row = present ? x + row * pitch + piece * 8 : zeros;
+    lane_row = x + (row < ROWS ? row : 0) * pitch + piece * 8;
   }
   // `both` false: the row ends after the first step, the second gets nothing of use.
   __device__ __forceinline__ void load(u32 (&a)[2][4], int k, bool both = true) const {
-    const T *const from = lane_row + (present ? k : 0);
+    const T *const from = lane_row + k;
     if constexpr (ROWS <= 8) {
       u32 r[4];
       ldmatrix_x4(r, both || (threadIdx.x & 31) < 16 ? from : zeros);
@@ -150,7 +149,7 @@ template <class T> struct Fragments {
       }
     } else {
 #pragma unroll
-      for (int s = 0; s < 2; ++s) ldmatrix_x4(a[s], s == 0 || both ? from + (present ? s * 16 : 0) : zeros);
+      for (int s = 0; s < 2; ++s) ldmatrix_x4(a[s], s == 0 || both ? from + s * 16 : zeros);
     }
   }
 };
@@ -175,9 +174,10 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
                                          const Out &out) {
   constexpr int K = product_k(P), Segment = product_segment(P), Segments = product_segments(P);
   constexpr bool WholeChunks = K % RING_K == 0;
-  // A unit of two whole chunks is multiplied at once. The last one's slots are filled again only after the results are on
-  // their way: other blocks wait for these, and nobody for the weights.
+  // A unit of two whole chunks is multiplied at once. Its slots are filled again only after the results are on their way, if
+  // the ring holds enough: other blocks wait for these, and nobody for the weights.
   constexpr bool Twos = Segments > 1 && Segment == 2 * RING_K && K % Segment == 0 && RING_SLOTS >= 2;
+  constexpr int MostOwed = RING_SLOTS >= 4 ? 2 : 0;  // slots not filled again while the next two are read
   const int self = this_thread();
   const int lane = self & 31, g = lane >> 2, t = lane & 3, row8 = lane & 7, quarter8 = lane >> 3;
   const int first = stream.plan.first[P], units = stream.plan.units[P];
@@ -187,29 +187,33 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
     for (int pair = 0; pair < RING_K / 32; ++pair)
       ldmatrix_x4(w[pair], chunk + tile_offset<RING_K>(row8, pair * 4 + quarter8));
   };
-  bool fill_later = false;
+  int owed = 0;  // slots read and not filled again
+  bool first_unit = true;
+  constexpr int Mark = first_mark(P);
+  (void)first_unit, (void)Mark;
 
   for (; unit < units; unit += WARPS) {
     const int tile = unit / Segments, k0 = unit % Segments * Segment, end = min(k0 + Segment, K);
     float acc[4] = {0.f, 0.f, 0.f, 0.f};
     if constexpr (Twos) {
       const T *chunks[2];
-      stream.front(chunks);
+      if (owed > MostOwed) {
+        stream.fill(2);
+        owed -= 2;
+      }
+      owed > 0 ? stream.template front<MostOwed>(chunks) : stream.template front<0>(chunks);
+      if (first_unit) MARK(stream.plan, Mark);
       u32 w[2][RING_K / 32][4];
       load_weights(w[0], chunks[0]);
       load_weights(w[1], chunks[1]);
       multiply_chunk(acc, w[0], fragments, k0);
       multiply_chunk(acc, w[1], fragments, k0 + RING_K);
-      fill_later = unit + WARPS >= units;
-      if (!fill_later) {
-        __syncwarp();  // every lane has read the slots
-        stream.fill();
-        stream.fill();
-      }
+      owed += 2;
     } else {
 #pragma unroll 1
       for (int k = k0; k < end; k += RING_K) {
         const T *const chunk = stream.front();
+        if (first_unit && k == k0) MARK(stream.plan, Mark);
         u32 w[RING_K / 32][4];
         load_weights(w, chunk);
         __syncwarp();  // every lane has read the slot
@@ -245,10 +249,14 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
         }
       }
     }
+    if (first_unit) MARK(stream.plan, Mark + 1);
+    first_unit = false;
   }
   unit -= units;
+  MARK(stream.plan, Mark + 2);
 
   __syncthreads();  // the sums are there, and x may be overwritten
+  MARK(stream.plan, Mark + 3);
   if constexpr (Segments > 1) {
     constexpr int Pairs = P == GATE_UP ? 2 : 4;
     const int tiles = units / Segments;
@@ -273,8 +281,7 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
         out.store(a, b, row, (first + tile) * 8 + column);
     }
   }
-  if (fill_later) {
-    stream.fill();
-    stream.fill();
-  }
+  MARK(stream.plan, Mark + 4);
+  stream.fill(owed);
+  MARK(stream.plan, Mark + 5);
 }

@@ -4,7 +4,7 @@
 //   ROWS           sequences, 1 to 16
 //   RING_K         128 or 64: a slot of a warp's ring is 8 rows x RING_K; RING_SLOTS: slots of a ring
 //   PARTIALS       most K-segment sums of a block at a time; OWNED: most tiles of the residual stream that a block owns
-//   OVERLAY        see Shared; SHARED_BYTES: of a block
+//   OVERLAY        see Shared; SHARED_BYTES: of a block; PROFILE: clock readings, see MARK
 //   DIRECT         results go from block to block as tagged words (ptx/exchange.cuh) instead of through a grid barrier:
 //                  a shorter way, but twice the bytes, and every block reads nearly all of them; for few rows
 #pragma once
@@ -63,10 +63,28 @@ struct RowState {  // of a sequence; does not change during a step
   int position_inside, slot_of_last;          // slot_of_last: whether `slot` is where the block table puts the last key
 };
 
-struct Plan {
-  u64 weights[PHASES];
-  int first[5], units[5];
+struct LayerPointers {
+  u64 input_norm, qkv, qkv_bias, q_norm, k_norm, o, o_bias, post_norm, gate_up, down;
 };
+
+struct Plan {
+  LayerPointers layers[LAYERS];
+  u64 head;
+  int first[5], units[5];
+#if PROFILE
+  u32 *marks[WARPS];  // where each warp writes its clock, [MARKS][WARPS] of the layer
+#endif
+};
+
+// With PROFILE every warp writes its clock at MARKS points of a layer; cukern/bench/profile_decode.py names them.
+constexpr int MARKS = 48;
+__device__ constexpr int first_mark(int p) { return p == O ? 25 : p == GATE_UP ? 34 : p == DOWN ? 42 : 3; }
+#if PROFILE
+#define MARK(plan, point) \
+  if ((threadIdx.x & 31) == 0) (plan).marks[threadIdx.x >> 5][(point) * WARPS] = (u32)clock()
+#else
+#define MARK(plan, point)
+#endif
 
 // Byte offsets. With OVERLAY the keys and values lie over x, and are fetched only when the product before is done.
 struct Shared {

@@ -21,23 +21,26 @@ template <class T> struct WeightStream {
   int slot;                // read next, refilled next
   int issued;              // slots filled since the first item's keys and values were asked for
   int phase, unit;         // what is fetched: unit of the phase's product, counted in this block
-  int chunks_left, k_left;  // of the unit
+  int k_left;              // of the unit
   const T *source;         // this lane's first 16 bytes of the next chunk
   int row_step;            // elements to the row of its next 16 bytes
-  int up_offset;           // more elements to the second half of the rows (GATE_UP)
 
   __device__ __forceinline__ WeightStream(T *ring, const Plan &plan)
-      : ring(ring), plan(plan), slot(0), issued(0), phase(0), unit((int)(threadIdx.x >> 5) - WARPS), chunks_left(0) {}
+      : ring(ring), plan(plan), slot(0), issued(0), phase(0), unit((int)(threadIdx.x >> 5) - WARPS), k_left(0) {}
 
   template <int P> __device__ __forceinline__ void enter_unit() {
     constexpr int K = product_k(P), Segments = product_segments(P), Segment = product_segment(P);
     const int lane = threadIdx.x & 31, tile = unit / Segments, k0 = unit % Segments * Segment;
     const i64 row = (i64)(plan.first[P] + tile) * (P == GATE_UP ? 4 : 8) + lane / Pieces;
-    source = reinterpret_cast<const T *>(plan.weights[phase]) + row * K + k0 + lane % Pieces * 8;
+    const LayerPointers &layer = plan.layers[P == HEAD ? 0 : phase >> 2];
+    const u64 weight = P == HEAD      ? plan.head
+                       : P == QKV     ? layer.qkv
+                       : P == O       ? layer.o
+                       : P == GATE_UP ? layer.gate_up
+                                      : layer.down;
+    source = reinterpret_cast<const T *>(weight) + row * K + k0 + lane % Pieces * 8;
     row_step = Rows * K;
-    up_offset = P == GATE_UP ? (INTERMEDIATE - 4) * K : 0;
     k_left = min(Segment, K - k0);
-    chunks_left = ceil_div(k_left, RING_K);
   }
 
   __device__ __forceinline__ void next_unit() {
@@ -59,34 +62,43 @@ template <class T> struct WeightStream {
 
   // Fills the slot that was read last.
   __device__ __forceinline__ void fill() {
-    if (chunks_left == 0) next_unit();
-    if (chunks_left > 0) {
+    if (k_left <= 0) next_unit();
+    if (k_left > 0) {
       const int lane = threadIdx.x & 31, row = lane / Pieces, piece = lane % Pieces;
       const bool valid = piece * 8 < k_left;
       T *const target = ring + slot * RING_ELEMENTS;
+      // From the gates' to the ups' rows; a product of that name is the only one with this remainder.
+      const int up_offset = (phase & 3) == GATE_UP ? (INTERMEDIATE - 4) * HIDDEN : 0;
 #pragma unroll
       for (int i = 0; i < Copies; ++i)
         cp_async_16(target + tile_offset<RING_K>(row + Rows * i, piece),
                     source + (i * row_step + (i < Copies / 2 ? 0 : up_offset)), valid);
       source += RING_K;
       k_left -= RING_K;
-      --chunks_left;
     }
     cp_async_commit();
-    ++issued;
+    if (RING_SLOTS > 1) ++issued;  // else whoever waits for keys and values waits for everything
     slot = slot + 1 == RING_SLOTS ? 0 : slot + 1;
   }
 
   __device__ __forceinline__ void start() {
-    for (int i = 0; i < RING_SLOTS; ++i) fill();
+    fill(RING_SLOTS);
   }
 
-  // The two oldest slots, readable by the whole warp; then fill() twice.
-  __device__ __forceinline__ void front(const T *(&chunks)[2]) {
-    cp_async_wait<(RING_SLOTS >= 2 ? RING_SLOTS - 2 : 0)>();
+  // Of slots that every lane has read.
+  __device__ __forceinline__ void fill(int count) {
     __syncwarp();
-    chunks[0] = ring + slot * RING_ELEMENTS;
-    chunks[1] = ring + (slot + 1 == RING_SLOTS ? 0 : slot + 1) * RING_ELEMENTS;
+#pragma unroll 1
+    for (; count > 0; --count) fill();
+  }
+
+  // The two oldest slots but `Owed`, which were read and are not filled again, readable by the whole warp; then fill(2).
+  template <int Owed> __device__ __forceinline__ void front(const T *(&chunks)[2]) {
+    cp_async_wait<(RING_SLOTS >= 2 + Owed ? RING_SLOTS - 2 - Owed : 0)>();
+    __syncwarp();
+    const int first = slot + Owed < RING_SLOTS ? slot + Owed : slot + Owed - RING_SLOTS;
+    chunks[0] = ring + first * RING_ELEMENTS;
+    chunks[1] = ring + (first + 1 == RING_SLOTS ? 0 : first + 1) * RING_ELEMENTS;
   }
   // The oldest slot, readable by the whole warp; then fill().
   __device__ __forceinline__ const T *front() {

@@ -31,6 +31,15 @@ __device__ __forceinline__ uint4 load_once(const void *p PTX_SITE) {
 #endif
 }
 
+// A hint: the 128-byte line at p will be read soon.
+__device__ __forceinline__ void prefetch_line(const void *p) {
+#ifndef CUKERN_EMU
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+#else
+  (void)p;
+#endif
+}
+
 // Hides where a register comes from. Without it the compiler keeps what it computed from packed halves (twice as many
 // registers of floats) for a second use, instead of the halves.
 __device__ __forceinline__ void opaque(u32 &x) {
