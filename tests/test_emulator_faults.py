@@ -578,6 +578,8 @@ def test_endless_synchronisation() -> None:
 
 
 def test_deep_recursion() -> None:
+    # After a launch of more blocks at a time than have guard pages: the workers that have them are taken again first.
+    launch(text("__syncthreads(); x[blockIdx.x] = n;"), (f32(), 1), grid=24, block=1024, cooperative=True)
     before = """
         __device__ __noinline__ float f(int n, float *x) {
           volatile float b[1024];

@@ -314,6 +314,8 @@ PUBLIC void emu_start(Launch *l) {
     if (idle_workers.empty()) {
       w = (Worker *)calloc(1, sizeof(Worker));
       if (!w || !(w->signal_stack = malloc(64 << 10))) abort();
+      static int made;
+      w->guarded = made++ < GUARDED_WORKERS;
     } else w = idle_workers.pop();
     prepare(w, s, i);
     s->workers.push(w);
@@ -358,8 +360,8 @@ PUBLIC int emu_wait(Launch *l, double seconds, int cancel) {
   for (Worker *w : s->workers) {
     pthread_join(w->os_thread, nullptr);
     l->switches += w->switches, l->collectives += w->collectives, l->static_bytes = w->static_bytes;
-    idle_workers.push(w);
   }
+  for (size_t i = s->workers.count; i-- > 0;) idle_workers.push(s->workers.items[i]);  // the first made is taken first
   for (int i = 0; i < 4; ++i) sigaction(FAULT_SIGNALS[i], &previous_actions[i], nullptr);
   sigaction(STOP_SIGNAL, &previous_actions[4], nullptr);
   free(s->workers.items);

@@ -34,9 +34,7 @@ static char *take_stack(Worker *w) {
     w->pools.push((uintptr_t)p);
   }
   char *s = w->pool + w->pool_used++ * (STACK_BYTES + GUARD_BYTES);
-  // Every guard page splits a mapping, of which a process may have some 65,000; a large cooperative launch does without.
-  static unsigned guards;
-  if (__atomic_add_fetch(&guards, 1, __ATOMIC_RELAXED) < 20000) mprotect(s, GUARD_BYTES, PROT_NONE);
+  if (w->guarded) mprotect(s, GUARD_BYTES, PROT_NONE);
   w->all_stacks.push(s + GUARD_BYTES);
   return s + GUARD_BYTES;
 }

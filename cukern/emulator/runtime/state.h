@@ -156,10 +156,14 @@ struct Worker {
   volatile bool in_fiber, interrupted;
   void *signal_stack;
   int done;
+  bool guarded;  // its stacks end at a guard page
   uint32_t own_block;  // cooperative launch: one worker per block
 };
 
 static const size_t STACK_BYTES = 256 << 10, GUARD_BYTES = 4096;
+// Every guard page makes two mappings, of which a process may have some 65,000. The workers made first, which every launch
+// takes first, have one below each of up to 1,024 stacks; those that only a large cooperative launch needs do without.
+static const int GUARDED_WORKERS = 16;
 static __thread Worker *tls_worker __attribute__((tls_model("initial-exec")));
 #define PUBLIC extern "C" __attribute__((visibility("default")))
 #define CALLER __builtin_return_address(0)
