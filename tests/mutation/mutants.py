@@ -346,7 +346,12 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("attention_prefill.cu", "causal mask one key short", "len - n + 1", "len - n"),
     Mutant("attention_prefill.cu", "mask one key long", ">= bound[e >> 1]", "> bound[e >> 1]"),
     Mutant("attention_prefill.cu", "missing transpose", "ldmatrix_x4_trans(b, values", "ldmatrix_x4(b, values"),
-    Mutant("attention_prefill.cu", "accumulator not rescaled", "acc[d][e] = __fmul_rn(acc[d][e], corr[e >> 1]);", ""),
+    Mutant(
+        "attention_prefill.cu",
+        "accumulator not rescaled",
+        "acc[d][e] = __fmul_rn(acc[d][e], corr[e >> 1]);",
+        "acc[d][e] = __fmul_rn(acc[d][e], 1.f);",
+    ),
     Mutant(
         "attention_prefill.cu",
         "values in the wrong buffer",
