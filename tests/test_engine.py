@@ -461,19 +461,19 @@ def test_leaving_a_stream_200_times_frees_its_blocks(tiny, leave):
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError, MemoryError])
 def test_an_interrupted_step_200_times_frees_everything(tiny, tiny_model, monkeypatch, kind):
     expected = tiny.generate([[1, 2], [3]], short(temperature=0))
-    forward, calls = type(tiny_model).forward, []
+    hidden, calls = type(tiny_model).hidden, []
 
     def failing(self, batch, cache, **options):
         calls.append(1)
         if len(calls) % 3 == 0:
             raise kind
-        return forward(self, batch, cache, **options)
+        return hidden(self, batch, cache, **options)
 
     def one_stream():
         list(tiny.stream([1, 2], short(max_tokens=3)))
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(tiny_model), "forward", failing)
+        patch.setattr(type(tiny_model), "hidden", failing)
         for i in range(200):
             use = (lambda: tiny.generate([[1, 2], [3]], short(max_tokens=3))) if i % 2 else one_stream
             with pytest.raises(kind):
@@ -503,7 +503,7 @@ def test_an_interrupted_step_leaves_other_streams_right(llm, model, monkeypatch)
     stream = llm.stream(PROMPT, sampling)
     text = next(stream)
     with monkeypatch.context() as patch:
-        patch.setattr(type(model), "forward", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(type(model), "hidden", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             llm.generate("Call me", short())
     assert text + "".join(stream) == expected.text
@@ -513,12 +513,12 @@ def test_an_interrupted_step_leaves_other_streams_right(llm, model, monkeypatch)
 def test_a_kept_traceback_pins_no_activations(llm, model, monkeypatch):
     alive = []
 
-    def forward(self, batch, cache, **options):
+    def hidden(self, batch, cache, **options):
         activations = np.zeros(10)
         alive.append(weakref.ref(activations))
         raise Boom("kept")
 
-    monkeypatch.setattr(type(model), "forward", forward)
+    monkeypatch.setattr(type(model), "hidden", hidden)
     with pytest.raises(Boom) as kept:
         llm.generate("The whale", short())
     gc.collect()
@@ -529,20 +529,20 @@ def test_a_kept_traceback_pins_no_activations(llm, model, monkeypatch):
 def test_a_stream_collected_inside_a_step_is_dropped_after_it(llm, model, monkeypatch):
     stream = llm.stream("Call me", short(max_tokens=30))
     next(stream)
-    forward, held = type(model).forward, [stream]
+    hidden, held = type(model).hidden, [stream]
     del stream
 
     def collecting(self, batch, cache, **options):
         held.clear()
-        return forward(self, batch, cache, **options)
+        return hidden(self, batch, cache, **options)
 
-    monkeypatch.setattr(type(model), "forward", collecting)
+    monkeypatch.setattr(type(model), "hidden", collecting)
     llm.generate("The whale", short())
     assert_released(llm)
 
 
 def test_a_step_inside_a_step_is_refused(llm, model, monkeypatch):
-    monkeypatch.setattr(type(model), "forward", lambda *a, **k: llm.generate("Call me", short()))
+    monkeypatch.setattr(type(model), "hidden", lambda *a, **k: llm.generate("Call me", short()))
     with pytest.raises(RuntimeError, match="one LLM from one thread"):
         llm.generate("The whale", short())
     assert_released(llm)

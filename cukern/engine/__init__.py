@@ -11,6 +11,7 @@ _EXPORTS = {
     "Completion": "sequence",
     "LLM": "llm",
     "SamplingParams": "params",
+    "Score": "score",
     "Stream": "llm",
     "Tokenizer": "tokenizer",
 }

@@ -6,12 +6,14 @@ import os
 import threading
 import traceback
 from collections.abc import Iterable
+from collections.abc import Sequence as Listed
 from typing import Any
 
 from cukern.engine.blocks import BlockPool, blocks_for
 from cukern.engine.decode import DecodeLoop
 from cukern.engine.runner import OwnStream, Runner
 from cukern.engine.scheduler import Scheduler
+from cukern.engine.score import SCORE_ROWS
 from cukern.engine.sequence import Sequence
 
 __all__ = ["Engine", "plan_memory"]
@@ -94,9 +96,11 @@ def _free_gpu_bytes(model: Any) -> int:
 
 def _activation_bytes(config: Any, tokens: int, rows: int) -> int:
     """Upper estimate of what one step allocates: residual, projections, MLP, and the float32 logits with the
-    sampler's copies; the last both for prompts and for captured decoding steps, which keep their own."""
+    sampler's copies; the last both for prompts and for captured decoding steps, which keep their own. Scoring needs no
+    more where the prompts' share holds its logits."""
     per_token = 12 * config.hidden_size + 4 * (config.q_size + 2 * config.kv_size) + 6 * config.intermediate_size
-    return 2 * (tokens + rows) * per_token + 2 * 3 * 4 * rows * config.vocab_size
+    logit_rows = max(3 * rows, min(SCORE_ROWS, tokens)) + 3 * rows
+    return 2 * (tokens + rows) * per_token + 4 * logit_rows * config.vocab_size
 
 
 class Engine:
@@ -168,6 +172,15 @@ class Engine:
         self.check_process()
         for sequence in sequences:
             self.scheduler.add(sequence)
+
+    def run(self, sequences: Listed[Sequence]) -> None:
+        """Queue requests and step until all of them are finished; after an exception they are forgotten."""
+        try:
+            self.add(s for s in sequences if s.finish_reason is None)
+            while any(s.finish_reason is None for s in sequences):
+                self.step()
+        finally:
+            self.drop(sequences)
 
     def step(self) -> bool:
         """Compute one step: plan on the host, run on the device, book on the host. False when there was nothing to do.

@@ -14,6 +14,7 @@ from cukern.engine.blocks import blocks_for
 from cukern.engine.chat import Message
 from cukern.engine.engine import Engine, plan_memory
 from cukern.engine.params import GenerationDefaults, SamplingParams
+from cukern.engine.score import Score, Scoring
 from cukern.engine.sequence import Completion
 from cukern.engine.sequence import Sequence as Request
 from cukern.engine.tokenizer import Tokenizer, read_json
@@ -169,7 +170,7 @@ class LLM:
             An empty prompt, a token id outside the vocabulary, a prompt that does not fit with its ``max_tokens``, as
             many sampling parameters as there are no prompts. Nothing has been computed then.
         """
-        listed = _as_prompts(prompts)
+        listed, _ = _as_prompts(prompts)
         if sampling is None or isinstance(sampling, SamplingParams):
             params = [sampling] * len(listed)
         else:
@@ -182,13 +183,66 @@ class LLM:
                 )
         engine = self.engine
         requests = [self.request(p, s, f"prompts[{i}]") for i, (p, s) in enumerate(zip(listed, params))]
-        try:
-            engine.add(r for r in requests if r.finish_reason is None)
-            while any(r.finish_reason is None for r in requests):
-                engine.step()
-        finally:
-            engine.drop(requests)
+        engine.run(requests)
         return [r.completion() for r in requests]
+
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        completions: Any,
+        *,
+        temperature: float = 1.0,
+    ) -> list[Score]:
+        """Log-probabilities of given completions, batched together.
+
+        A token's log-probability has the same bits here, in `generate` at that temperature (SamplingParams.logprobs;
+        greedy decoding reports temperature 1), in any batch, and in pieces of any size (docs/numerics.md).
+
+        Parameters
+        ----------
+        prompts : str, list of int, or a list of these
+            Texts or token ids, as for `generate`.
+        completions : str, list of int, or a list of these
+            One for each prompt, or a list of several for each. For a single prompt: one, or a list of several. A text
+            is encoded by itself, without special tokens; what is scored are its tokens behind those of the prompt.
+        temperature : float
+            Positive: the logits are divided by it.
+
+        Returns
+        -------
+        list of Score
+            One for each completion, prompt by prompt; ``Score.prompt_index`` says to which it belongs.
+
+        Raises
+        ------
+        ValueError, TypeError
+            An empty prompt or completion, a token id outside the vocabulary, a prompt that does not fit with its
+            completion, not as many entries as prompts, a temperature that is not positive and finite. Nothing has been
+            computed then.
+
+        Notes
+        -----
+        Prompt and completion go through the model as one packed batch without padding, ``max_batched_tokens`` tokens a
+        step. Logits are kept for 512 tokens at a time. A prompt with several completions is computed with each.
+        """
+        engine = self.engine
+        factor = _temperature(temperature)
+        listed, single = _as_prompts(prompts)
+        entries = [completions] if single else _per_prompt(completions, len(listed))
+        requests, owners = list[Scoring](), list[int]()
+        for i, (prompt, entry) in enumerate(zip(listed, entries)):
+            ids = self._prompt_ids(prompt, f"prompts[{i}]")
+            several, alone = _as_prompts(entry, f"completions[{i}]")
+            if not several:
+                raise ValueError(f"completions[{i}] is empty; give at least one token to score")
+            for j, completion in enumerate(several):
+                name = f"completions[{i}]" if alone else f"completions[{i}][{j}]"
+                given = self._checked_ids(completion, name, special=False, empty="give at least one token to score")
+                self._check_length(len(ids), len(given), f"prompts[{i}]", f"with the {len(given)} tokens of {name}")
+                requests.append(Scoring(engine.next_number(), ids, given, factor))
+                owners.append(i)
+        engine.run(requests)
+        return [request.result(i) for request, i in zip(requests, owners)]
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Stream:
         """Complete one prompt and give the text as it comes.
@@ -282,29 +336,40 @@ class LLM:
             raise ValueError(
                 "stop strings need a tokenizer, and the checkpoint has no tokenizer.json; use stop_token_ids"
             )
-        if len(ids) + params.max_tokens > self.max_model_len:
-            raise ValueError(
-                f"{name} has {len(ids)} tokens; with max_tokens {params.max_tokens} that exceeds max_model_len "
-                f"{self.max_model_len}; shorten it, lower max_tokens (None: as many as fit), or raise max_model_len"
-            )
-        if blocks_for(len(ids) + params.max_tokens, engine.pool.block_size) > engine.pool.num_blocks:
-            raise ValueError(
-                f"{name} has {len(ids)} tokens; with max_tokens {params.max_tokens} that exceeds the KV pool of "
-                f"{engine.pool.num_blocks} blocks of {engine.pool.block_size} tokens; raise num_blocks or kv_memory"
-            )
+        advice = "lower max_tokens (None: as many as fit), "
+        self._check_length(len(ids), params.max_tokens, name, f"with max_tokens {params.max_tokens}", advice)
         detokenizer = None if self.tokenizer is None else self.tokenizer.detokenizer()
         request = Request(engine.next_number(), ids, params, detokenizer)
         if params.max_tokens == 0:
             request.finish("length")
         return request
 
+    def _check_length(self, prompt: int, behind: int, name: str, what: str, advice: str = "") -> None:
+        """Raise ValueError for a prompt that does not fit with the tokens behind it."""
+        pool = self.engine.pool
+        if prompt + behind > self.max_model_len:
+            raise ValueError(
+                f"{name} has {prompt} tokens; {what} that exceeds max_model_len {self.max_model_len}; shorten it, "
+                f"{advice}or raise max_model_len"
+            )
+        if blocks_for(prompt + behind, pool.block_size) > pool.num_blocks:
+            raise ValueError(
+                f"{name} has {prompt} tokens; {what} that exceeds the KV pool of {pool.num_blocks} blocks of "
+                f"{pool.block_size} tokens; raise num_blocks or kv_memory"
+            )
+
     def _prompt_ids(self, prompt: Prompt, name: str) -> list[int]:
-        if isinstance(prompt, str):
-            ids = self._need_tokenizer("a text prompt").encode(prompt)
+        return self._checked_ids(prompt, name, special=True, empty="a model continues at least one token")
+
+    def _checked_ids(self, tokens: Prompt, name: str, *, special: bool, empty: str) -> list[int]:
+        """Token ids of a text (``special``: with what the tokenizer puts around it), or the ids given."""
+        if isinstance(tokens, str):
+            what = f"a text {'prompt' if special else 'completion'}"
+            ids = self._need_tokenizer(what).encode(tokens, add_special_tokens=special)
         else:
-            ids = _token_ids(prompt, name)
+            ids = _token_ids(tokens, name)
         if not ids:
-            raise ValueError(f"{name} is empty; a model continues at least one token")
+            raise ValueError(f"{name} is empty; {empty}")
         vocab = self.model.config.vocab_size
         outside = next((i for i in ids if not 0 <= i < vocab), None)
         if outside is not None:
@@ -437,18 +502,38 @@ def _unordered(value: Any) -> bool:
     return single or isinstance(value, (dict, set, frozenset)) or not hasattr(value, "__iter__")
 
 
-def _as_prompts(prompts: Any) -> list[Prompt]:
-    """One prompt or many, as a list of prompts."""
+def _as_prompts(prompts: Any, name: str = "prompts") -> tuple[list[Prompt], bool]:
+    """One prompt or many, as a list of prompts, and whether it was one."""
     if isinstance(prompts, str):
-        return [prompts]
+        return [prompts], True
     if isinstance(prompts, np.ndarray) and prompts.ndim == 1 and prompts.size:
-        return [prompts.tolist()]
+        return [prompts.tolist()], True
     if _unordered(prompts):
-        raise TypeError(f"prompts must be a text, token ids, or a list of these, got {type(prompts).__name__}")
+        raise TypeError(f"{name} must be a text, token ids, or a list of these, got {type(prompts).__name__}")
     listed = list(prompts)
     if listed and all(isinstance(p, (int, np.integer)) and not isinstance(p, bool) for p in listed):
-        return [listed]
-    return listed
+        return [listed], True
+    return listed, False
+
+
+def _per_prompt(completions: Any, count: int) -> list[Any]:
+    """The entries of a list that must have one for each prompt."""
+    if isinstance(completions, str) or _unordered(completions):
+        raise TypeError(f"completions must be a list with one entry a prompt, got {type(completions).__name__}")
+    entries = list(completions)
+    if len(entries) != count:
+        raise ValueError(f"score: {len(entries)} completions for {count} prompts; give one entry a prompt")
+    return entries
+
+
+def _temperature(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise TypeError(f"score: temperature must be a number, got {value!r}")
+    with np.errstate(over="ignore"):
+        number = float(np.float32(value))
+    if not 0 < number < float("inf"):
+        raise ValueError(f"score: temperature must be positive and finite in float32, got {value!r}")
+    return number
 
 
 def _token_ids(prompt: Any, name: str) -> list[int]:

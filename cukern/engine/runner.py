@@ -10,6 +10,7 @@ import numpy as np
 
 from cukern.engine.drawing import Flavour, collect, draw, history_arrays, operators, sampling_arrays
 from cukern.engine.scheduler import StepPlan
+from cukern.engine.score import book_scores, compute_scores, score_arrays
 from cukern.engine.sequence import Drawn
 
 __all__ = ["OwnStream", "Runner", "Staging"]
@@ -109,7 +110,8 @@ class Runner:
         self._staging = Staging(model.device)
 
     def run(self, plan: StepPlan) -> list[Drawn]:
-        """Compute a step and return what was drawn for each of ``plan.sampled``.
+        """Compute a step, book the scores of those that only want these, and return what was drawn for each of
+        ``plan.sampled``.
 
         The host only prepares and collects: between the upload and the small copies back nothing waits for it.
         """
@@ -121,6 +123,8 @@ class Runner:
         host = self._layout(plan) | sampling_arrays(params)
         if flavour.penalties:
             host |= history_arrays(rows)
+        scored = score_arrays(plan.sequences, plan.counts)
+        host |= scored
         with self.model.device.running():
             at = self._staging.upload(host)
             batch = ForwardBatch(
@@ -131,14 +135,17 @@ class Runner:
                 seq_lens=at["seq_lens"],
                 block_tables=at["block_tables"],
                 max_query_len=max(plan.counts),
-                logits_indices=at["logits_indices"],
                 is_decode=plan.is_decode,
             )
-            logits = self.model.forward(batch, self.cache)
+            hidden = self.model.hidden(batch, self.cache)
+            get = self.model.device.get
+            if scored:
+                values, best = compute_scores(self.model, hidden, *(at[name] for name in scored))
+                book_scores(plan.sequences, plan.counts, get(values), get(best) == scored["score_targets"])
             if not rows:
                 return []
+            logits = self.model.head(hidden[at["logits_indices"]])
             tokens, logprobs, top = draw(operators(self.model), logits, at, flavour)
-            get = self.model.device.get
             scores = None if logprobs is None else get(logprobs)
             return collect(params, get(tokens), scores, None if top is None else (get(top[0]), get(top[1])))
 

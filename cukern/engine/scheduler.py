@@ -40,7 +40,7 @@ class StepPlan:
     sampled: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        sampled = [i for i, (s, n) in enumerate(zip(self.sequences, self.counts)) if n == s.num_pending]
+        sampled = [i for i, (s, n) in enumerate(zip(self.sequences, self.counts)) if s.draws and n == s.num_pending]
         object.__setattr__(self, "sampled", sampled)
 
 
@@ -91,7 +91,7 @@ class Scheduler:
 
     def wants_prompts(self) -> bool:
         """A prompt would be computed in the next step, rather than one token of every running request."""
-        if any(s.num_pending > 1 for s in self.running):
+        if any(s.in_prompt for s in self.running):
             return True
         return bool(self.waiting) and len(self.running) < self.max_num_seqs and self._room(self.waiting[0])
 
@@ -105,7 +105,7 @@ class Scheduler:
         sequences: list[Sequence] = []
         counts: list[int] = []
         for sequence in self.running:  # prompts that an earlier step left unfinished
-            if sequence.num_pending > 1 and budget > 0:
+            if sequence.in_prompt and budget > 0:
                 sequences.append(sequence)
                 counts.append(min(sequence.num_pending, budget))
                 budget -= counts[-1]
@@ -151,6 +151,8 @@ class Scheduler:
             if i in sampled:
                 sequence.append(next(tokens))
             sequence.num_computed = computed  # after the token: an interruption in between only computes it again
+            if not sequence.draws and not sequence.in_prompt:
+                sequence.finish("length")
             if sequence.finish_reason is not None:
                 self.remove(sequence)
 

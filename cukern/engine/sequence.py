@@ -67,7 +67,14 @@ class Sequence:
     sampling : ResolvedSampling
     detokenizer : ByteDetokenizer, WindowDetokenizer or None
         None: no text is made.
+
+    Attributes
+    ----------
+    draws : bool
+        Tokens are generated. False: the tokens are all known, and only their log-probabilities are wanted (`Scoring`).
     """
+
+    draws = True
 
     def __init__(
         self,
@@ -100,6 +107,11 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens not yet in the cache: 1 while decoding, more in a prompt, 0 only when finished."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def in_prompt(self) -> bool:
+        """The next tokens to be computed are given ones, of which a step may take many."""
+        return self.num_pending > 1
 
     def history(self) -> dict[int, int]:
         """How often each token occurs in the output, in order of first occurrence; with a repetition penalty the

@@ -119,6 +119,23 @@ class Qwen3:
 
         Parameters
         ----------
+        batch, cache, tap
+            As for `hidden`.
+
+        Returns
+        -------
+        float32 [R, V]
+            Logits of the rows in ``batch.logits_indices``, or of all T tokens.
+        """
+        with self.device.running():
+            x = self.hidden(batch, cache, tap=tap)
+            return self.head(x if batch.logits_indices is None else x[batch.logits_indices])
+
+    def hidden(self, batch: ForwardBatch, cache: PagedKVCache, *, tap: Tap | None = None) -> Array:
+        """Run the decoder layers of one step: append the batch's keys and values to the cache.
+
+        Parameters
+        ----------
         batch : ForwardBatch
         cache : PagedKVCache
             Its blocks named in ``batch.slot_mapping`` are written, those in ``batch.block_tables`` are read.
@@ -128,16 +145,15 @@ class Qwen3:
 
         Returns
         -------
-        float32 [R, V]
-            Logits of the rows in ``batch.logits_indices``, or of all T tokens.
+        float32 [T, H]
+            The residual stream behind the last layer, of all tokens; `head` turns rows of it into logits.
 
         Notes
         -----
         Nothing is read back from the device, so contents are not checked here: a token id outside the vocabulary
-        gives NaN logits on a GPU, and positions must be below `max_positions`.
+        gives NaN on a GPU, and positions must be below `max_positions`.
         """
-        w, eps = self.weights, self.config.rms_norm_eps
-        ops = self._ops
+        w, ops = self.weights, self._ops
         with self.device.running():
             x = ops.embedding(batch.token_ids, w.embed, dtype=np.float32)
             if tap:
@@ -147,9 +163,22 @@ class Qwen3:
                 x = self._mlp(x, layer)
                 if tap:
                     tap(i + 1, x)
-            if batch.logits_indices is not None:
-                x = x[batch.logits_indices]
-            h = ops.rms_norm(x, w.norm, eps, dtype=self.dtype)
+            return x
+
+    def head(self, x: Array) -> Array:
+        """Logits of rows of the residual stream: the final norm and the product with the vocabulary.
+
+        Parameters
+        ----------
+        x : float32 [R, H]
+
+        Returns
+        -------
+        float32 [R, V]
+        """
+        w, ops = self.weights, self._ops
+        with self.device.running():
+            h = ops.rms_norm(x, w.norm, self.config.rms_norm_eps, dtype=self.dtype)
             return ops.linear(h, w.head, dtype=np.float32, static_weight=True)
 
     def _attention(self, x: Array, w: LayerWeights, batch: ForwardBatch, k_cache: Array, v_cache: Array) -> Array:
