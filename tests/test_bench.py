@@ -19,6 +19,7 @@ from cukern.bench import run as run_module
 from cukern.bench.attention import attention_cases
 from cukern.bench.cases import Arrays, Case, Prepared, spread
 from cukern.bench.decode import DecodeBench, DecodeCase, decode_cases
+from cukern.bench.exactness import exactness, exactness_cases, free_order, model_exactness
 from cukern.bench.linear import LinearCase
 from cukern.bench.machine import facts, require_gpu
 from cukern.bench.model import ModelBench, forward_flops
@@ -412,9 +413,54 @@ def test_relative_error_of_logits(bench):
     assert bench._relative_error(Tensor(exact * 1.01), Tensor(exact)) == pytest.approx(0.01)
 
 
+# -- the price of exactness ----------------------------------------------------------------------------------------
+
+
+def test_free_order_changes_the_sums_and_nothing_else():
+    """Under emulation: other bits within the tolerance, for a few rows, many rows and attention; then as before."""
+    from cukern import ops
+
+    rng = np.random.default_rng(0)
+    weight = (rng.standard_normal((48, 1024)) / 32).astype(np.float16)
+    q, k, v = (rng.standard_normal((1, 200, heads, 32)).astype(np.float16) for heads in (4, 2, 2))
+    calls = [
+        lambda: ops.linear(rng_rows[:2], weight, dtype=np.float32),
+        lambda: ops.linear(rng_rows, weight, dtype=np.float32),
+        lambda: ops.attention_prefill(q, k, v),
+    ]
+    rng_rows = rng.standard_normal((40, 1024)).astype(np.float16)
+    with cukern.emulate():
+        exact = [call() for call in calls]
+        with free_order():
+            free = [call() for call in calls]
+        again = [call() for call in calls]
+    for a, b, c in zip(exact, free, again):
+        assert (a != b).any()
+        np.testing.assert_allclose(a.astype(np.float32), b.astype(np.float32), atol=2e-3)
+        np.testing.assert_array_equal(a, c)
+
+
+def test_exactness_rows(monkeypatch):
+    linear = Case("linear", "qkv", partial(_linear, case=LinearCase("x", "qkv", 5, 48, 96, 2)))
+    times = iter([11.0, 10.0])
+    (row,) = exactness([linear], Arrays(np, np.float16, rotate=False), lambda calls: next(times))
+    assert (row.part, row.microseconds, row.peer_microseconds, row.status) == ("exact linear", 11.0, 10.0, "ok")
+    assert row.note == "exactness costs +10.0 %"
+    labels = [c.label for c in exactness_cases()]
+    assert len(labels) == 4 * 5 + 3
+    assert not any("lm_head" in label for label in labels)
+
+
+def test_exactness_of_the_model():
+    bench = ModelBench(demo_checkpoint(), "auto", "demo", device="cpu")
+    (row,) = model_exactness(bench, (20,))
+    assert row.status == "ok"
+    assert row.note.startswith("exactness costs ")
+
+
 def test_startup_rows():
     rows = startup(demo_checkpoint(), "auto", "demo", device="cpu")
-    assert [r.case for r in rows] == ["demo, cache as found", "demo, cache warm"]
+    assert [r.case for r in rows] == ["demo, cache empty", "demo, cache warm"]
     assert [r.status for r in rows] == ["ok", "ok"]
     assert all("first token" in r.note for r in rows)
 
@@ -440,6 +486,8 @@ def test_all_parts_in_order(monkeypatch, tmp_path):
     row = Row("x", "y", "z", 1.0, error=0.0, limit=0.0)
     monkeypatch.setattr(run_module, "measure", lambda case, *rest: done.append(case.operator) or row)
     monkeypatch.setattr(run_module, "startup", lambda *a: done.append("startup") or [row])
+    monkeypatch.setattr(run_module, "exactness", lambda *a: done.append("exactness") or [row])
+    monkeypatch.setattr(run_module, "model_exactness", lambda *a: done.append("whole model") or [row])
     monkeypatch.setattr("cukern.testing.checkpoints.make_checkpoint", lambda path, *a: path)
 
     class Bench:
@@ -468,6 +516,6 @@ def test_all_parts_in_order(monkeypatch, tmp_path):
     lines = []
     path = tmp_path / "x.csv"
     assert run(Options(operators=("rope",), csv=path, echo=lines.append, peers=False)) == 1
-    assert done == ["rope", "startup", "model", "prefill", "decode"]
-    assert lines[-1] == "5 cases, 1 FAIL, 0 unchecked"
-    assert len(path.read_text().splitlines()) == 6
+    assert done == ["rope", "exactness", "startup", "model", "prefill", "decode", "whole model"]
+    assert lines[-1] == "7 cases, 1 FAIL, 0 unchecked"
+    assert len(path.read_text().splitlines()) == 8

@@ -80,13 +80,13 @@ class ModelBench:
                 error = self._relative_error(self._tensor(ours), expected)
                 limit = ERROR_RATIO * self._relative_error(theirs, expected)
                 del ours, theirs
-                peer_us = self._wall(partial(self._peer_logits, self._half_peer(), prompt))
+                peer_us = self.wall(partial(self._peer_logits, self._half_peer(), prompt))
             rows.append(
                 Row(
                     "model",
                     f"{self.name} logits S{len(prompt)}",
                     self.dtype,
-                    self._wall(partial(self.model, prompt[None])),
+                    self.wall(partial(self.model, prompt[None])),
                     flops=forward_flops(self.model.config, len(prompt), len(prompt)),
                     error=error,
                     limit=limit,
@@ -106,12 +106,12 @@ class ModelBench:
         for length in lengths:
             prompt = self.prompt(length).tolist()
             whole = self.llm(1, length + 1)
-            once = self._first(whole, prompt)
+            once = self.first(whole, prompt)
             pieces = self.llm(1, length + 1, max_batched_tokens=length // 3 + 1)
-            microseconds = self._wall(partial(self._first, whole, prompt))
+            microseconds = self.wall(partial(self.first, whole, prompt))
             peer_us = None
             if self._torch is not None:
-                peer_us = self._peer(partial(self._wall, partial(self._last_logits, np.array(prompt))))
+                peer_us = self._peer(partial(self.wall, partial(self._last_logits, np.array(prompt))))
             rows.append(
                 Row(
                     "prefill",
@@ -120,7 +120,7 @@ class ModelBench:
                     microseconds,
                     nbytes=self.weight_bytes(),
                     flops=forward_flops(self.model.config, length, 1),
-                    error=float(self._first(pieces, prompt) != once),
+                    error=float(self.first(pieces, prompt) != once),
                     limit=0.0,
                     peer="transformers" if peer_us else "",
                     peer_microseconds=peer_us,
@@ -143,7 +143,8 @@ class ModelBench:
         )
 
     @staticmethod
-    def _first(llm: Any, prompt: list[int]) -> tuple[list[int], list[float] | None]:
+    def first(llm: Any, prompt: list[int]) -> tuple[list[int], list[float] | None]:
+        """Token that follows a prompt, and its log-probability."""
         from cukern.engine import SamplingParams
 
         sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=True)
@@ -163,7 +164,8 @@ class ModelBench:
     def prompt(self, length: int, seed: int = 0) -> np.ndarray:
         return np.random.default_rng(seed).integers(0, self.model.config.vocab_size, length)
 
-    def _wall(self, work: Callable[[], Any]) -> float:
+    def wall(self, work: Callable[[], Any]) -> float:
+        """Median microseconds of work, the host's share included."""
         return median_wall(work, self._synchronize)
 
     def _synchronize(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from cukern.bench.attention import attention_cases
 from cukern.bench.cases import Arrays, Case, Prepared
 from cukern.bench.decode import DecodeBench, decode_cases
+from cukern.bench.exactness import exactness, exactness_cases, model_exactness
 from cukern.bench.machine import facts, measure_floors, peer_module, require_gpu
 from cukern.bench.model import ModelBench
 from cukern.bench.operators import operator_cases, product_cases
@@ -21,7 +22,7 @@ from cukern.bench.timing import GpuTimer
 
 __all__ = ["PARTS", "Options", "measure", "run", "select"]
 
-PARTS = ("ops", "model", "prefill", "decode", "startup")
+PARTS = ("ops", "model", "prefill", "decode", "startup", "exactness")
 
 
 @dataclass
@@ -111,6 +112,10 @@ def run(options: Options) -> int:
         for case in chosen:
             report.add(measure(case, arrays, timer.microseconds, torch))
             cupy.get_default_memory_pool().free_all_blocks()
+        if "exactness" in options.parts:
+            for row in exactness(exactness_cases(), arrays, timer.microseconds):
+                report.add(row)
+                cupy.get_default_memory_pool().free_all_blocks()
         if set(options.parts) - {"ops"}:
             folder = _checkpoint(
                 options, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cukern-bench-")))
@@ -170,7 +175,7 @@ def _time_peers(
 def _model_parts(options: Options, folder: Path, torch: Any, transformers: Any, gpu: str) -> Any:
     if "startup" in options.parts:  # first: the GPU's memory is still free
         yield startup(folder, options.dtype, options.model)
-    if not set(options.parts) & {"model", "prefill", "decode"}:
+    if not set(options.parts) & {"model", "prefill", "decode", "exactness"}:
         return
     bench = ModelBench(folder, options.dtype, options.model, torch, transformers)
     if "model" in options.parts:
@@ -180,6 +185,8 @@ def _model_parts(options: Options, folder: Path, torch: Any, transformers: Any, 
     if "decode" in options.parts:
         cases = decode_cases(options.batches, options.contexts, options.samplings)
         yield DecodeBench(bench, gpu, compiled_peer=options.compiled_peer).rows(cases)
+    if "exactness" in options.parts:
+        yield model_exactness(bench, (2048,))
 
 
 def _checkpoint(options: Options, scratch: Path) -> Path:

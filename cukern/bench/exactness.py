@@ -1,0 +1,130 @@
+"""What the fixed order of sums costs: the same kernels with the numerics contract, and without its rules.
+
+Without: a product is one chain over all of K (`Segment` 0), whose tiles may be larger for want of a second set of
+accumulators; attention over a prompt is one online softmax over all keys (a chunk that does not end).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from cukern.bench.attention import PREFILL, attention_cases
+from cukern.bench.cases import Arrays, Case
+from cukern.bench.operators import product_cases
+from cukern.bench.report import Row
+
+__all__ = ["exactness", "exactness_cases", "free_order", "model_exactness"]
+
+_ENDLESS = 1 << 24  # keys
+
+
+@contextmanager
+def free_order() -> Iterator[None]:
+    """Let products and attention over prompts sum without the rules of the contract.
+
+    Their results then depend on the number of rows and on how a prompt is cut. Decoding attention and the one-kernel
+    decoding step keep their order; so does attention of the Hopper kernel, instead of which the portable one runs.
+    """
+    from cukern.ops import _linear_sm90, _linear_variants
+
+    modules = sys.modules
+    linear, prefill = import_module("cukern.ops.linear"), import_module("cukern.ops.attention_prefill")
+    changed: list[tuple[Any, str, Any]] = [
+        (_linear_sm90, "template_segment", lambda n, k: 0),
+        (_linear_variants, "template_segment", lambda n, k: 0),
+        (prefill, "select", _endless(prefill.select)),
+    ]
+    if "cukern.ops._attention_sm90" in modules:
+        changed.append((modules["cukern.ops._attention_sm90"], "launched", lambda *_, **__: None))
+    before = [(module, name, getattr(module, name)) for module, name, _ in changed]
+
+    def put(values: Sequence[tuple[Any, str, Any]]) -> None:
+        from cukern import jit
+
+        for module, name, value in values:
+            setattr(module, name, value)
+        for chosen in (linear._plan, _linear_sm90._plan, _linear_sm90.select, _linear_variants.select):
+            chosen.cache_clear()
+        jit.reload()
+
+    put(changed)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+def _endless(select: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: replace(select(*args), chunk=_ENDLESS)
+
+
+def exactness_cases(
+    rows: tuple[int, ...] = (1, 16, 128, 2048, 8192), prefill: tuple[tuple[int, int], ...] = PREFILL
+) -> list[Case]:
+    """Products of the 0.6B layers whose order has rules (a large weight is one chain anyway), and attention."""
+    products = [case for case in product_cases(("0.6b",), rows) if "lm_head" not in case.label]
+    return [*products, *attention_cases(prefill, ())]
+
+
+def exactness(
+    cases: Sequence[Case], arrays: Arrays, microseconds: Callable[[Sequence[Callable[[], Any]]], float]
+) -> Iterator[Row]:
+    """Check and time every case with the rules and without; the peer of a row is the free order.
+
+    Attention with the rules is timed as the operator runs it, which may be another kernel than the free one.
+    """
+    for case in cases:
+        prepared = case.prepare(arrays)
+        error, exact = prepared.check(), microseconds(prepared.calls)
+        with free_order():
+            free_error, free = prepared.check(), microseconds(prepared.calls)
+        yield Row(
+            f"exact {case.operator}",
+            case.label,
+            arrays.dtype.name,
+            exact,
+            prepared.nbytes,
+            prepared.flops,
+            max(error, free_error),
+            prepared.limit,
+            "free order",
+            free,
+            _cost(exact, free),
+        )
+
+
+def model_exactness(bench: Any, lengths: Sequence[int]) -> Iterator[Row]:
+    """First token of a prompt with the rules and without. Checked: the two log-probabilities are close.
+
+    Parameters
+    ----------
+    bench : ModelBench
+    lengths : sequence of int
+    """
+    for length in lengths:
+        prompt = bench.prompt(length).tolist()
+        first = partial(bench.first, bench.llm(1, length + 1), prompt)
+        exact_token, exact = first(), bench.wall(first)
+        with free_order():
+            free_token, free = first(), bench.wall(first)
+        yield Row(
+            "exact prefill",
+            f"{bench.name} B1 S{length}",
+            bench.dtype,
+            exact,
+            error=abs(exact_token[1][0] - free_token[1][0]),
+            limit=0.05,
+            peer="free order",
+            peer_microseconds=free,
+            note=_cost(exact, free),
+        )
+
+
+def _cost(exact: float, free: float) -> str:
+    return f"exactness costs {100 * (exact / free - 1):+.1f} %"
