@@ -20,8 +20,10 @@ from cukern.cli import main
 ROOT = Path(cukern.__file__).parents[1]
 GOLDEN = Path(__file__).parent / "data" / "demo-qwen3" / "golden.npz"
 PROMPT = "According to a careful calculation I have made"
+NOTE = "cukern generate: on the CPU through the NumPy reference, as asked\n"
 COMMANDS = [
-    ["generate"], ["demo"], ["info"], ["compile"], ["bench"], ["cache", "path"], ["cache", "show"], ["cache", "clear"],
+    ["generate"], ["score"], ["demo"], ["info"], ["compile"], ["bench"],
+    ["cache", "path"], ["cache", "show"], ["cache", "clear"],
 ]  # fmt: skip
 
 
@@ -66,12 +68,24 @@ def assert_one_line(err: str, code: int, expected: int) -> None:
 def test_help_of_all_commands_has_an_example(cli):
     code, out, _ = cli("--help")
     assert code == 0
-    for command in ("generate", "demo", "info", "compile", "cache", "bench"):
+    for command in ("generate", "score", "demo", "info", "compile", "cache", "bench"):
         assert f"\n  {command} " in out
     for command in COMMANDS:
         code, out, _ = cli(*command, "--help")
         assert code == 0
         assert f"Example: cukern {' '.join(command)}" in out or (command == ["cache", "path"] and "Example:" in out)
+
+
+def test_summaries_of_the_commands_fit_a_terminal(cli, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for arguments in (["--help"], ["cache", "--help"]):
+        _, out, _ = cli(*arguments)
+        summaries = out.split("Commands:\n")[1].split("\n\n")[0].splitlines()
+        assert len(summaries) >= 3
+        for line in summaries:
+            assert line.endswith(".")
+            assert "..." not in line
+            assert len(line) <= 80
 
 
 def test_version(cli):
@@ -114,6 +128,9 @@ def test_help_starts_fast_and_imports_nothing_heavy():
         (["generate", "demo", "x", "--logprobs"], "--logprobs needs --json"),
         (["generate", "demo", "x", "--no-think"], "need --chat"),
         (["generate", "demo", "x", "--file", "/nonexistent"], "/nonexistent"),
+        (["score", "demo", "x"], "give at least one completion of the prompt"),
+        (["score", "demo", "x", "y", "--file", __file__], "give a prompt or --file, not both"),
+        (["score", "demo", "x", "y", "-t", "0"], "--temperature must be positive and finite, got 0.0"),
         (["demo", "--tokens", "0"], "--tokens"),
         (["demo", "--emulate", "--device", "cpu"], "--emulate contradicts --device cpu"),
         (["compile", "--arch", "volta"], "arch='volta'"),
@@ -209,7 +226,7 @@ def test_a_closed_pipe_is_quiet():
         process.stdout.close()
         err = process.stderr.read()
         process.wait(timeout=60)
-    assert err == b""
+    assert err == NOTE.encode()
     assert process.returncode == 141
 
 
@@ -228,7 +245,7 @@ GENERATE = ("generate", "demo", "--device", "cpu", "-n", "12")
 
 
 def test_generate_streams_or_prints_the_same(cli, tmp_path):
-    expected = (0, expected_text(12) + "\n", "")
+    expected = (0, expected_text(12) + "\n", NOTE)
     assert cli(*GENERATE, PROMPT) == expected
     assert cli(*GENERATE, PROMPT, "--no-stream") == expected
     assert cli(*GENERATE, stdin=PROMPT.encode() + b"\n") == expected
@@ -239,7 +256,7 @@ def test_generate_streams_or_prints_the_same(cli, tmp_path):
 
 def test_generate_json(cli):
     code, out, err = cli(*GENERATE, PROMPT, "--json", "--logprobs")
-    assert (code, err, out.count("\n")) == (0, "", 1)
+    assert (code, err, out.count("\n")) == (0, NOTE, 1)
     got = json.loads(out)
     with np.load(GOLDEN) as golden:
         assert got["token_ids"] == golden["greedy_ids"][0][:12].tolist()
@@ -289,6 +306,61 @@ def test_output_to_a_terminal_without_unicode():
         command, env=environment(PYTHONIOENCODING="ascii"), capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
+
+
+# -- score ---------------------------------------------------------------------------------------------------------
+
+SCORE = ("score", "demo", "--device", "cpu")
+
+
+def test_score_of_arguments_and_of_lines(cli, tmp_path):
+    code, out, err = cli(*SCORE, PROMPT, " it", " that I")
+    assert (code, err) == (0, NOTE.replace("generate", "score"))
+    first, second = (json.loads(line) for line in out.splitlines())
+    assert (first["prompt_index"], first["completion"], second["completion"]) == (0, " it", " that I")
+    assert len(first["token_ids"]) == len(first["logprobs"]) == len(first["is_greedy"])
+    assert second["total"] == pytest.approx(sum(second["logprobs"]), abs=1e-6)
+    lines = [
+        {"prompt": PROMPT, "completions": [" it", " that I"]},
+        {"prompt": [1, 2, 3], "completion": second["token_ids"]},
+    ]
+    text = "\n".join(json.dumps(line) for line in lines).encode() + b"\n\n"
+    code, out, _ = cli(*SCORE, stdin=text)
+    assert code == 0
+    got = [json.loads(line) for line in out.splitlines()]
+    assert [g["prompt_index"] for g in got] == [0, 0, 1]
+    np.testing.assert_allclose(got[0]["logprobs"], first["logprobs"], atol=1e-4)
+    assert got[2]["completion"] == got[2]["token_ids"] == second["token_ids"]
+    (tmp_path / "lines").write_bytes(text)
+    assert cli(*SCORE, "--file", str(tmp_path / "lines"), "-t", "0.5")[0] == 0
+
+
+def test_score_of_the_greedy_continuation(cli):
+    tokens = json.loads(cli(*GENERATE, PROMPT, "--json")[1])["token_ids"]
+    line = json.dumps({"prompt": PROMPT, "completion": tokens}).encode()
+    (got,) = (json.loads(text) for text in cli(*SCORE, stdin=line)[1].splitlines())
+    assert got["is_greedy"] == [True] * 12
+    with np.load(GOLDEN) as golden:
+        np.testing.assert_allclose(got["logprobs"], golden["greedy_logprobs"][0][:12], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("stdin", "message"),
+    [
+        (b'{"prompt": "a", "completion": "b"}\nnothing', "standard input, line 2 is not JSON"),
+        (b'{"prompt": "a"}', 'line 1 must hold "prompt" and "completion" or "completions"'),
+        (b'{"prompt": "a", "completion": "b", "completions": []}', "line 1 must hold"),
+        (b'{"prompt": 1, "completion": "b"}', "line 1: prompt and completions must be texts or lists of token ids"),
+        (b'{"prompt": "a", "completions": "b"}', "line 1: prompt and completions must be texts"),
+        (b'["a", "b"]', "line 1 must hold"),
+        (b"\xff\xfe", "standard input is not UTF-8 text"),
+    ],
+)
+def test_score_refuses_bad_lines_before_it_loads(cli, stdin, message):
+    code, out, err = cli("score", "/absent", stdin=stdin)
+    assert_one_line(err, code, 1)
+    assert message in err
+    assert out == ""
 
 
 # -- demo ----------------------------------------------------------------------------------------------------------
@@ -411,7 +483,7 @@ def test_bench_options_and_exit_code(cli, monkeypatch, tmp_path):
     assert (list(second.parts), list(second.batches), list(second.contexts)) == (["decode", "prefill"], [2, 4], [9])
     assert (list(second.lengths), list(second.samplings)) == ([7], ["greedy"])
     assert (list(third.parts), list(third.batches), third.model) == (
-        ["ops", "model", "prefill", "decode", "startup"],
+        ["ops", "model", "prefill", "decode", "startup", "exactness"],
         [],
         "0.6B",
     )

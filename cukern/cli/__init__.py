@@ -1,4 +1,4 @@
-"""The command line: ``cukern generate``, ``demo``, ``info``, ``compile``, ``cache`` and ``bench``.
+"""The command line: ``cukern generate``, ``score``, ``demo``, ``info``, ``compile``, ``cache`` and ``bench``.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 141 the reader of the output went away. An error is one
 line on stderr; ``--debug`` (or CUKERN_DEBUG=1) shows the traceback. Heavy imports happen inside the commands, so that
@@ -127,4 +127,4 @@ def _collapse(text: str) -> str:
 
 
 # The commands register themselves on `app`.
-from cukern.cli import bench, generate, tools  # noqa: E402, F401
+from cukern.cli import bench, generate, score, tools  # noqa: E402, F401

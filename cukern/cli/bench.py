@@ -32,7 +32,10 @@ def _check_dtype(value: str) -> str:
     return value
 
 
-@app.command(epilog="Example: cukern bench ops --op rms_norm --op linear --csv results.csv")
+@app.command(
+    short_help="Time each operator and the model on this GPU, beside peers.",
+    epilog="Example: cukern bench ops --op rms_norm --op linear --csv results.csv",
+)
 def bench(
     parts: Annotated[
         list[str] | None,

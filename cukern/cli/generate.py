@@ -44,7 +44,8 @@ Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float16 or bf
 
 
 @app.command(
-    epilog="Example: cukern generate Qwen/Qwen3-0.6B 'Why is the sky blue?' --chat -t 0.7 --top-p 0.8 --top-k 20"
+    short_help="Complete a prompt, or answer it with --chat.",
+    epilog="Example: cukern generate Qwen/Qwen3-0.6B 'Why is the sky blue?' --chat -t 0.7 --top-p 0.8 --top-k 20",
 )
 def generate(
     model: Annotated[str, typer.Argument(help="Checkpoint folder, hub name, or 'demo' for the model in the package.")],
@@ -109,7 +110,7 @@ def generate(
     device: Device = None,
     dtype: Dtype = "auto",
 ) -> None:
-    """Complete a prompt, or answer it with --chat."""
+    """Complete a prompt, or answer it with --chat. The device is named on standard error."""
     from cukern.engine import SamplingParams
 
     try:
@@ -143,7 +144,8 @@ def generate(
         messages = [{"role": "system", "content": system}] if system is not None else []
         request = llm.chat_prompt([*messages, {"role": "user", "content": text}], enable_thinking=think)
     started = time.perf_counter()
-    completion = _run(llm, request, sampling, show=stream and not as_json)
+    note = f"cukern generate: {_where(llm, asked=device is not None)}"
+    completion = _run(llm, request, sampling, show=stream and not as_json, note=note)
     seconds = time.perf_counter() - started
     if as_json:
         # a stream that lacks a character would put "?" into the text
@@ -180,8 +182,11 @@ def _load(model: str, **options: Any) -> LLM:
     return LLM(demo_checkpoint() if model == "demo" else model, **options)
 
 
-def _run(llm: LLM, prompt: Any, sampling: SamplingParams, *, show: bool) -> Completion:
+def _run(llm: LLM, prompt: Any, sampling: SamplingParams, *, show: bool, note: str = "") -> Completion:
+    """`note` goes to standard error once the request has been accepted."""
     with llm.stream(prompt, sampling) as stream:
+        if note:
+            typer.echo(note, err=True)
         for piece in stream:
             if show:
                 sys.stdout.write(piece)
@@ -216,7 +221,10 @@ def _json_numbers(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-@app.command(epilog="Example: cukern demo --emulate --tokens 8 --check")
+@app.command(
+    short_help="Generate text with the model in the package, and say on what.",
+    epilog="Example: cukern demo --emulate --tokens 8 --check",
+)
 def demo(
     tokens: Annotated[int, typer.Option("--tokens", "-n", help="Tokens to generate.", min=1, max=1024)] = 48,
     prompt: Annotated[str, typer.Option(help="The prompt.")] = DEMO_PROMPT,
@@ -239,7 +247,8 @@ def demo(
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error).removeprefix("SamplingParams: ")) from None
     llm = _load("demo", device="emulated" if emulate else device, dtype=dtype, max_num_seqs=1)
-    typer.echo(_where(llm, asked=emulate or device is not None))
+    kind = f"{llm.model.config.num_parameters / 1e6:.1f} M parameters, {llm.model.dtype}"
+    typer.echo(f"Demonstration model ({kind}) {_where(llm, asked=emulate or device is not None)}.")
     typer.echo(f"\n{prompt}", nl=False)
     started = time.perf_counter()
     completion = _run(llm, prompt, sampling, show=True)
@@ -251,19 +260,18 @@ def demo(
 
 
 def _where(llm: LLM, *, asked: bool) -> str:
-    """One sentence: the device, and why that one."""
+    """The device, and why that one."""
     from cukern.models.device import cuda_problem
 
     device = llm.model.device
-    kind = f"{llm.model.config.num_parameters / 1e6:.1f} M parameters, {llm.model.dtype}"
     if device.kind == "cuda":
         from cukern import jit
 
-        return f"Demonstration model ({kind}) on the GPU {jit.device().name} ({device}), kernels compiled for it."
+        return f"on the GPU {jit.device().name} ({device}), kernels compiled for it"
     if device.kind == "emulated":
-        return f"Demonstration model ({kind}); the CUDA kernels run on the CPU by emulation, which is slow."
+        return "on the CPU by emulation of the CUDA kernels, which is slow"
     why = "as asked" if asked else f"because no GPU can be used: {cuda_problem()}"
-    return f"Demonstration model ({kind}) on the CPU through the NumPy reference, {why}."
+    return f"on the CPU through the NumPy reference, {why}"
 
 
 def _compare(completion: Completion, prompt: str, tokens: int, temperature: float) -> None:

@@ -26,7 +26,9 @@ cache_app = typer.Typer(
 app.add_typer(cache_app, name="cache")
 
 
-@app.command(epilog="Example: cukern info --json")
+@app.command(
+    short_help="Show GPU, driver, NVRTC and cache; if no GPU is usable, why.", epilog="Example: cukern info --json"
+)
 def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -77,7 +79,11 @@ def _megabytes(size: int) -> str:
     return f"{size / 1e6:.1f} MB"
 
 
-@app.command("compile", epilog="Example: cukern compile --arch sm_80 --arch sm_90a --jobs 16")
+@app.command(
+    "compile",
+    short_help="Compile the kernels into the cache ahead of time.",
+    epilog="Example: cukern compile --arch sm_80 --arch sm_90a --jobs 16",
+)
 def compile_(
     files: Annotated[
         list[str] | None, typer.Argument(help="Kernel files such as rms_norm.cu; default: all.", show_default=False)
@@ -153,7 +159,9 @@ def cache_path() -> None:
     typer.echo(_cache().folder)
 
 
-@cache_app.command("show", epilog="Example: cukern cache show")
+@cache_app.command(
+    "show", short_help="Show how many kernels are there, and how large they are.", epilog="Example: cukern cache show"
+)
 def cache_show(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
