@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from . import devices, driver, launch
+from . import devices, driver, launch, tape
 from .compiler import Compiled
 from .errors import DriverError
 from .launch import Slot
@@ -134,6 +134,8 @@ class LoadedKernel:
         self, slot: Slot, grid: Any, block: Any, shared_mem: int, stream: Any, cluster: Dims3 | None, pdl: bool
     ) -> None:
         """Launch with the arguments that `slot` holds. The device must be current."""
+        if tape.active is not None:
+            tape.active.miss()
         if type(grid) is int:
             grid = (grid, 1, 1)
         elif type(grid) is not tuple or len(grid) != 3:
@@ -263,6 +265,8 @@ class Repeated:
         self._attributes = attributes
 
     def __call__(self, *lead: int | bytes) -> None:
+        if tape.active is not None:
+            tape.active.add(self, lead)
         try:
             slot = self._pool.pop()
         except IndexError:
@@ -273,10 +277,14 @@ class Repeated:
             slot.configure(*self._head, devices.stream_pointer(None), address, count)
             code = self._driver.launch_raw(slot.config_address, self._loaded.function, slot.pointers_address, None)
             if code:
-                head = self._head
-                self._loaded._again(code, slot, head[0:3], head[3:6], head[6])
+                self.again(code, slot)
         finally:
             self._pool.append(slot)
+
+    def again(self, code: int, slot: Slot) -> None:
+        """After a launch from `slot` that failed: once more if all it lacked was a context, else its error."""
+        head = self._head
+        self._loaded._again(code, slot, head[0:3], head[3:6], head[6])
 
 
 def check_shared(kernel: str, shared_mem: Any, bound: int | None) -> None:

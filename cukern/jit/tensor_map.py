@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 
 from . import driver
 
-__all__ = ["TENSOR_MAP_BYTES", "matrix_map"]
+__all__ = ["TENSOR_MAP_BYTES", "heads_map", "matrix_map", "weight_map"]
 
 TENSOR_MAP_BYTES = 128
 # CUtensorMapDataType, -Interleave, -Swizzle, -L2promotion, -FloatOOBfill
 _UINT16, _NO_INTERLEAVE, _SWIZZLE_128, _PROMOTE_256, _FILL_ZEROS = 1, 0, 3, 3, 0
 _MAX_BOX = 256
+_MAX_STRIDE = 1 << 40
+
+
+class TensorMap(bytes):
+    """A CUtensorMap, which also knows how to be made for another address.
+
+    Attributes
+    ----------
+    address : int
+    remade : callable
+        Address to the map of an array of the same sizes there.
+    """
+
+    address: int
+    remade: Callable[[int], TensorMap]
 
 
 @functools.lru_cache(maxsize=8192)
-def matrix_map(address: int, rows: int, columns: int, box_rows: int, box_columns: int = 64) -> bytes:
+def matrix_map(address: int, rows: int, columns: int, box_rows: int, box_columns: int = 64) -> TensorMap:
     """The tensor map of a contiguous matrix of 16-bit elements, read in boxes with the 128-byte swizzle.
 
     A map holds an address and sizes, nothing of what lies there: it is remembered, and stays right when the memory is
@@ -33,8 +49,8 @@ def matrix_map(address: int, rows: int, columns: int, box_rows: int, box_columns
 
     Returns
     -------
-    bytes
-        A CUtensorMap, to be passed by value as ``const __grid_constant__``.
+    TensorMap
+        Bytes, to be passed by value as ``const __grid_constant__``.
 
     Raises
     ------
@@ -49,21 +65,126 @@ def matrix_map(address: int, rows: int, columns: int, box_rows: int, box_columns
         raise ValueError(f"tensor map: a matrix [{rows}, {columns}] does not have rows of a multiple of 8 elements")
     if not (1 <= box_rows <= _MAX_BOX and 1 <= box_columns <= 64 and box_columns % 8 == 0):
         raise ValueError(f"tensor map: a box [{box_rows}, {box_columns}], expected at most [{_MAX_BOX}, 64]")
+    found = _encode(address, (columns, rows), (columns * 2,), (box_columns, box_rows))
+    found.remade = lambda other: matrix_map(other, rows, columns, box_rows, box_columns)
+    return found
+
+
+@functools.lru_cache(maxsize=8192)
+def heads_map(
+    address: int,
+    sequences: int,
+    tokens: int,
+    heads: int,
+    head_dim: int,
+    strides: tuple[int, int, int],
+    box_tokens: int,
+    box_blocks: int,
+) -> TensorMap:
+    """The tensor map of heads of queries, keys or values (16-bit), read in boxes with the 128-byte swizzle.
+
+    Its five dimensions, innermost first: 64 columns, token, block of 64 columns, head, sequence (or page of a cache).
+    A box of several blocks of columns lies block after block in shared memory, each with all tokens of the box.
+
+    Parameters
+    ----------
+    address : int
+        Of the first element, a multiple of 16.
+    sequences, tokens, heads, head_dim : int
+        Sizes; `head_dim` a multiple of 64.
+    strides : tuple of int
+        Elements from sequence to sequence, token to token and head to head, multiples of 8.
+    box_tokens, box_blocks : int
+        Of a box: at most 256 tokens, and blocks of 64 columns.
+
+    Returns
+    -------
+    TensorMap
+        Bytes, to be passed by value as ``const __grid_constant__``; remembered, as in :func:`matrix_map`.
+
+    Raises
+    ------
+    ValueError
+        For values that the hardware cannot take, naming them.
+    DriverError
+        If the driver refuses.
+    """
+    if address % 16:
+        raise ValueError(f"tensor map: address {address:#x} is no multiple of 16")
+    if min(sequences, tokens, heads, head_dim) < 1 or head_dim % 64:
+        raise ValueError(f"tensor map: sizes {(sequences, tokens, heads, head_dim)}, expected no 0, columns by 64")
+    if any(s % 8 or not 0 < 2 * s < _MAX_STRIDE for s in strides):
+        raise ValueError(f"tensor map: strides {strides}, expected multiples of 8 elements from 8 to 2^39")
+    if not (1 <= box_tokens <= _MAX_BOX and 1 <= box_blocks <= head_dim // 64):
+        raise ValueError(
+            f"tensor map: a box of {box_tokens} tokens and {box_blocks} blocks, expected at most {_MAX_BOX} tokens and "
+            f"{head_dim // 64} blocks"
+        )
+    sequence, token, head = (2 * s for s in strides)
+    sizes = (64, tokens, head_dim // 64, heads, sequences)
+    found = _encode(address, sizes, (token, 128, head, sequence), (64, box_tokens, box_blocks, 1, 1))
+    found.remade = lambda other: heads_map(other, sequences, tokens, heads, head_dim, strides, box_tokens, box_blocks)
+    return found
+
+
+def weight_map(address: int, parts: int, rows: int, columns: int, box_rows: int, box_columns: int) -> bytes:
+    """The tensor map of a weight [parts * rows, columns] (16-bit) whose boxes take the same rows of every part.
+
+    Its four dimensions, innermost first: 64 columns, row of a part, part, block of 64 columns. A box lies block after
+    block of columns in shared memory, each with `box_rows` rows of the first part, then of the second and so on, with
+    the 128-byte swizzle.
+
+    Parameters
+    ----------
+    address : int
+        Of the first element, a multiple of 16.
+    parts, rows, columns : int
+        Sizes; `columns` a multiple of 64.
+    box_rows, box_columns : int
+        Of a box: rows of each part, at most 256; columns, a multiple of 64.
+
+    Returns
+    -------
+    bytes
+        A CUtensorMap.
+
+    Raises
+    ------
+    ValueError
+        For values that the hardware cannot take, naming them.
+    DriverError
+        If the driver refuses.
+    """
+    if address % 16:
+        raise ValueError(f"tensor map: address {address:#x} is no multiple of 16")
+    if min(parts, rows, columns) < 1 or columns % 64:
+        raise ValueError(f"tensor map: {parts} parts of [{rows}, {columns}], expected no 0, columns by 64")
+    if not 1 <= box_rows <= _MAX_BOX or box_columns % 64 or not 64 <= box_columns <= columns:
+        raise ValueError(f"tensor map: a box [{box_rows}, {box_columns}] of [{rows}, {columns}], columns by 64")
+    sizes, strides = (64, rows, parts, columns // 64), (2 * columns, 2 * rows * columns, 128)
+    return _encode(address, sizes, strides, (64, box_rows, parts, box_columns // 64))
+
+
+def _encode(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> TensorMap:
+    """Sizes and boxes in elements, strides in bytes from the second dimension on."""
+    rank = len(sizes)
     raw = ctypes.create_string_buffer(TENSOR_MAP_BYTES + 64)
     map_ = (ctypes.c_char * TENSOR_MAP_BYTES).from_buffer(raw, -ctypes.addressof(raw) % 64)
     driver.get().call(
         "cuTensorMapEncodeTiled",
         ctypes.byref(map_),
         _UINT16,
-        2,
+        rank,
         ctypes.c_void_p(address),
-        (ctypes.c_uint64 * 2)(columns, rows),
-        (ctypes.c_uint64 * 1)(columns * 2),
-        (ctypes.c_uint32 * 2)(box_columns, box_rows),
-        (ctypes.c_uint32 * 2)(1, 1),
+        (ctypes.c_uint64 * rank)(*sizes),
+        (ctypes.c_uint64 * (rank - 1))(*strides),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*([1] * rank)),
         _NO_INTERLEAVE,
         _SWIZZLE_128,
         _PROMOTE_256,
         _FILL_ZEROS,
     )
-    return bytes(map_)
+    made = TensorMap(map_)
+    made.address = address
+    return made

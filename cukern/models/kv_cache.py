@@ -76,6 +76,10 @@ class PagedKVCache:
         """Return the caches (k, v) of one layer, each [num_blocks, Hkv, block_size, D], as views."""
         return self.k[index], self.v[index]
 
+    def addresses(self, index: int) -> tuple[int, int]:
+        """Where the caches of a layer are on the GPU."""
+        return self.k.data.ptr + index * self.k.strides[0], self.v.data.ptr + index * self.v.strides[0]
+
 
 class ScratchKVCache(PagedKVCache):
     """Room for one layer that every layer overwrites: all that a forward pass without a later step needs."""
@@ -86,3 +90,7 @@ class ScratchKVCache(PagedKVCache):
     def layer(self, index: int) -> tuple[Any, Any]:
         """Return the one pair of caches, whichever layer asks."""
         return self.k[0], self.v[0]
+
+    def addresses(self, index: int) -> tuple[int, int]:
+        """Where that pair is on the GPU."""
+        return super().addresses(0)

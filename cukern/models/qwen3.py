@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ..jit.tape import Tape
 from .batch import ForwardBatch
 from .config import Qwen3Config
 from .device import Device
@@ -158,12 +159,44 @@ class Qwen3:
             x = ops.embedding(batch.token_ids, w.embed, dtype=np.float32)
             if tap:
                 tap(0, x)
-            for i, layer in enumerate(w.layers):
-                x = self._attention(x, layer, batch, *cache.layer(i))
-                x = self._mlp(x, layer)
+            first = 0
+            if tap is None and self.device.kind == "cuda" and not batch.is_decode:
+                first = self._replayed_layers(x, batch, cache)
+            for i in range(first, len(w.layers)):
+                x = self._layer(i, x, batch, cache)
                 if tap:
                     tap(i + 1, x)
             return x
+
+    def _layer(self, index: int, x: Array, batch: ForwardBatch, cache: PagedKVCache) -> Array:
+        layer = self.weights.layers[index]
+        return self._mlp(self._attention(x, layer, batch, *cache.layer(index)), layer)
+
+    def _replayed_layers(self, x: Array, batch: ForwardBatch, cache: PagedKVCache) -> int:
+        """Run layers on a GPU with little host time; how many were run.
+
+        The launches of the second layer (whose plans the first one has left) are recorded and made again with the
+        addresses of the others: a prompt of a few hundred tokens would wait for Python otherwise.
+        """
+        layers = self.weights.layers
+        if len(layers) < 3:
+            return 0
+        self._layer(0, x, batch, cache)
+        tape = Tape()
+        with tape.recording():
+            self._layer(1, x, batch, cache)
+        replay = tape.bind(self._addresses(1, cache))
+        if replay is None:
+            return 2
+        with replay:
+            for i in range(2, len(layers)):
+                replay(self._addresses(i, cache))
+        return len(layers)
+
+    def _addresses(self, index: int, cache: PagedKVCache) -> list[int]:
+        """Of everything that is another array in every layer."""
+        arrays = vars(self.weights.layers[index]).values()
+        return [*(0 if a is None else a.data.ptr for a in arrays), *cache.addresses(index)]
 
     def head(self, x: Array) -> Array:
         """Logits of rows of the residual stream: the final norm and the product with the vocabulary.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukern.jit import Kernel, devices
+from cukern.jit import Kernel, devices, tape
 from cukern.jit import registry as jit_registry
 from cukern.jit.kernels import Dims
 from cukern.ops._arrays import FLOAT32, Array
@@ -34,12 +34,18 @@ class Plan(NamedTuple):
 
     def empty(self) -> Array:
         """The array of the result."""
-        return _Cupy.ndarray(self.shape, self.dtype)
+        made = _Cupy.ndarray(self.shape, self.dtype)
+        if tape.active is not None:
+            tape.active.keep(made)
+        return made
 
     @staticmethod
     def workspace(shape: tuple[int, ...]) -> Array:
         """An array of float32."""
-        return _Cupy.ndarray(shape, FLOAT32)
+        made = _Cupy.ndarray(shape, FLOAT32)
+        if tape.active is not None:
+            tape.active.keep(made)
+        return made
 
 
 class _Cupy:

@@ -1,0 +1,183 @@
+"""Recorded launches: the layers of a model launched from a tape are those launched one operator after another."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy")
+
+from fake_cuda import FakeCuda
+from test_repeated_calls import aligned, cuda  # noqa: F401
+
+from cukern import jit
+from cukern.jit import registry, tape
+from cukern.jit.tape import Tape
+from cukern.models import ForwardBatch, Qwen3
+from cukern.models.device import Device
+from cukern.models.kv_cache import PagedKVCache, ScratchKVCache
+from cukern.models.weights import LayerWeights
+from cukern.testing.checkpoints import QWEN3_SHAPES
+
+CONFIG = replace(
+    QWEN3_SHAPES["0.6B"],
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=5,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+HALF, FLOAT = np.dtype(np.float16), np.dtype(np.float32)
+TOKENS = 70
+
+
+class Bench:
+    """A model whose arrays are on no GPU, and what its forward pass launches."""
+
+    def __init__(self, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, layers: int = 5) -> None:  # noqa: F811
+        monkeypatch.setattr(Device, "context", lambda self: nullcontext())
+        c = CONFIG
+        self.cuda = cuda
+        h, i, q, kv, d = c.hidden_size, c.intermediate_size, c.q_size, c.kv_size, c.head_dim
+        made = [
+            LayerWeights(
+                input_norm=self.array((h,), FLOAT),
+                qkv=self.array((q + 2 * kv, h)),
+                qkv_bias=self.array((q + 2 * kv,), FLOAT),
+                q_norm=self.array((d,), FLOAT),
+                k_norm=self.array((d,), FLOAT),
+                o=self.array((h, q)),
+                o_bias=None,
+                post_norm=self.array((h,), FLOAT),
+                gate_up=self.array((2 * i, h)),
+                down=self.array((h, i)),
+            )
+            for _ in range(layers)
+        ]
+        self.model = object.__new__(Qwen3)
+        self.model.config, self.model.device, self.model.dtype = c, Device("cuda"), HALF
+        self.model.weights = SimpleNamespace(embed=self.array((1000, h)), layers=made)
+        self.model.rope_table = self.array((200, d), FLOAT)
+        self.cache: Any = object.__new__(PagedKVCache)
+        self.cache.k, self.cache.v = (self.array((layers, 3, 2, 64, d)) for _ in range(2))
+        self.batch = ForwardBatch(
+            token_ids=self.array((TOKENS,), np.int32),
+            positions=self.array((TOKENS,), np.int32),
+            slot_mapping=self.array((TOKENS,), np.int64),
+            cu_seqlens_q=self.array((2,), np.int32),
+            seq_lens=self.array((1,), np.int32),
+            block_tables=self.array((1, 2), np.int32),
+            max_query_len=TOKENS,
+        )
+        self.launched()  # compiles; from now on the sizes of parameters are known
+        library: Any = cuda.library
+        for kernel in registry._memo.values():
+            library.parameter_sizes[kernel._loaded[0].function] = [size for _, size, _ in kernel._layout]
+
+    def array(self, shape: tuple[int, ...], dtype: Any = HALF) -> Any:
+        return aligned(self.cuda, shape, dtype)
+
+    def launched(self, tap: Any = None) -> list[tuple[Any, ...]]:
+        library = self.cuda.library
+        library.launches.clear()
+        library.snapshots.clear()
+        self.model.hidden(self.batch, self.cache, tap=tap)
+        return [
+            (x.function, x.grid, x.block, x.shared_mem, x.stream, x.attributes, snapshot)
+            for x, snapshot in zip(library.launches, library.snapshots, strict=True)
+        ]
+
+
+@pytest.fixture
+def bench(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Bench:  # noqa: F811
+    return Bench(cuda, monkeypatch)
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often a tape was replayed."""
+    seen: list[int] = []
+    call = tape.Replay.__call__
+
+    def counted(self: tape.Replay, addresses: Any) -> None:
+        seen.append(len(self._launches))
+        call(self, addresses)
+
+    monkeypatch.setattr(tape.Replay, "__call__", counted)
+    return seen
+
+
+def test_a_replayed_pass_launches_what_the_operators_launch(bench: Bench, replays: list[int]) -> None:
+    plain = bench.launched(tap=lambda index, x: None)
+    assert replays == []
+    assert len(plain) == 1 + 9 * 5
+    taped = bench.launched()
+    assert replays == [9, 9, 9]
+    assert taped == plain
+    # every layer has its own weights and caches; swiglu has neither
+    assert len({str(entry) for entry in taped}) == len(taped) - 4
+
+
+def test_one_pair_of_caches_for_all_layers(bench: Bench, replays: list[int]) -> None:
+    scratch: Any = object.__new__(ScratchKVCache)
+    scratch.k, scratch.v = bench.cache.k[:1], bench.cache.v[:1]
+    bench.cache = scratch
+    assert bench.launched() == bench.launched(tap=lambda index, x: None)
+    assert len(replays) == 3
+
+
+def test_decoding_and_short_models_are_not_taped(bench: Bench, replays: list[int]) -> None:
+    bench.model.weights.layers = bench.model.weights.layers[:2]
+    assert len(bench.launched()) == 1 + 9 * 2
+    assert replays == []
+
+
+def test_a_launch_that_is_not_a_repetition_ends_the_tape(
+    bench: Bench, replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = bench.launched(tap=lambda index, x: None)
+    monkeypatch.setattr("cukern.ops._fast.Plans.find", lambda *_: None)
+    assert bench.launched() == plain
+    assert replays == []
+
+
+def test_an_array_that_is_not_on_the_tape_ends_it(
+    bench: Bench, replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses = type(bench.model)._addresses
+    monkeypatch.setattr(type(bench.model), "_addresses", lambda *a: [*addresses(*a), 4096])
+    assert bench.launched() == bench.launched(tap=lambda index, x: None)
+    assert replays == []
+
+
+def test_a_launch_that_fails_is_an_error_and_slots_come_back(bench: Bench) -> None:
+    pools = [kernel._slots for kernel in registry._memo.values()]
+    before = [len(pool) for pool in pools]
+    bench.launched()
+    after = [len(pool) for pool in pools]
+    assert all(a >= b for a, b in zip(after, before))
+    bench.cuda.library.launch_codes = [0] * (1 + 18 + 4) + [700]
+    with pytest.raises(jit.DriverError, match="CUDA_ERROR_TEST"):
+        bench.launched()
+    assert [len(pool) for pool in pools] == after
+    assert tape.active is None
+
+
+def test_another_thread_is_not_recorded(bench: Bench) -> None:
+    recorded = Tape()
+    with recorded.recording():
+        thread = threading.Thread(target=bench.launched)
+        thread.start()
+        thread.join()
+        other = Tape()
+        with other.recording():
+            pass
+    assert recorded._launches == []
+    assert not other.whole
+    assert recorded.bind([1]) is None
