@@ -47,6 +47,15 @@ def test_generate_with_a_model_and_prompts(tmp_path):
     assert "- Call me" in out
 
 
+def test_score(tmp_path):
+    first, *lines, last = run(str(EXAMPLES / "score.py"), cwd=tmp_path).splitlines()
+    assert first.endswith(": The whale ...")
+    totals = [float(line.split()[0]) for line in lines]
+    assert len(totals) == 3
+    assert totals == sorted(totals, reverse=True)
+    assert float(last.split("largest difference ")[1].split()[0]) < 1e-4
+
+
 def test_my_kernel(tmp_path):
     out = run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(EXAMPLES / "test_my_kernel.py"), cwd=tmp_path)
     assert "7 passed" in out
