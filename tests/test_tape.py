@@ -181,3 +181,31 @@ def test_another_thread_is_not_recorded(bench: Bench) -> None:
     assert recorded._launches == []
     assert not other.whole
     assert recorded.bind([1]) is None
+
+
+@pytest.mark.gpu
+def test_equal_bits_on_a_gpu(replays: list[int]) -> None:
+    """Replayed layers against the operators, for prompts of several lengths and two of them at once."""
+    import cupy
+
+    from cukern.bench.tune_decode import make_model
+
+    model = make_model(cupy, "0.6B", HALF, 5, max_positions=600)
+    generator = np.random.default_rng(0)
+    for lengths in ((2,), (64,), (65,), (300,), (129, 17)):
+        blocks = [-(-n // 16) for n in lengths]
+        tables = np.split(np.arange(sum(blocks)), np.cumsum(blocks)[:-1])
+        tokens = [generator.integers(0, model.config.vocab_size, n).tolist() for n in lengths]
+        batch = ForwardBatch.build(tokens, [0] * len(lengths), [t.tolist() for t in tables], 16, model.device.put)
+        caches = [model.new_cache(sum(blocks), 16) for _ in range(2)]
+        for cache in caches:
+            cache.k.fill(0)
+            cache.v.fill(0)
+        got, want = model.hidden(batch, caches[0]), model.hidden(batch, caches[1], tap=lambda index, x: None)
+        assert replays == [9, 9, 9]
+        replays.clear()
+        assert not cupy.isnan(got).any()
+        np.testing.assert_array_equal(got.get().view(np.uint32), want.get().view(np.uint32))
+        for name in ("k", "v"):
+            a, b = (getattr(cache, name).view(np.uint16).get() for cache in caches)
+            np.testing.assert_array_equal(a, b)
