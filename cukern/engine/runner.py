@@ -140,8 +140,9 @@ class Runner:
             hidden = self.model.hidden(batch, self.cache)
             get = self.model.device.get
             if scored:
-                values, best = compute_scores(self.model, hidden, *(at[name] for name in scored))
-                book_scores(plan.sequences, plan.counts, get(values), get(best) == scored["score_targets"])
+                found = compute_scores(self.model, hidden, *(at[name] for name in scored))
+                values, best = (np.concatenate([get(part) for part in parts]) for parts in zip(*found))
+                book_scores(plan.sequences, plan.counts, values, best == scored["score_targets"])
             if not rows:
                 return []
             logits = self.model.head(hidden[at["logits_indices"]])

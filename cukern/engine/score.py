@@ -132,7 +132,7 @@ def score_arrays(sequences: Listed[Sequence], counts: Listed[int]) -> dict[str, 
     }
 
 
-def compute_scores(model: Any, hidden: Any, rows: Any, targets: Any, temperatures: Any) -> tuple[Any, Any]:
+def compute_scores(model: Any, hidden: Any, rows: Any, targets: Any, temperatures: Any) -> list[tuple[Any, Any]]:
     """Log-probabilities of targets, and the likeliest tokens, from the residual stream of a step.
 
     Parameters
@@ -145,21 +145,17 @@ def compute_scores(model: Any, hidden: Any, rows: Any, targets: Any, temperature
 
     Returns
     -------
-    logprobs : float32 [R]
-    best : int32 [R]
-        On the model's device, like the arguments.
+    list of (float32 [n], int32 [n])
+        In the order of the rows; on the model's device, like the arguments.
     """
-    ops, xp = operators(model), model.device.xp
-    x = hidden[rows]
-    count = int(x.shape[0])
-    logprobs, best = xp.empty(count, np.float32), xp.empty(count, np.int32)
-    for at in range(0, count, SCORE_ROWS):
+    ops, x = operators(model), hidden[rows]
+    found = []
+    for at in range(0, int(x.shape[0]), SCORE_ROWS):
         span = slice(at, at + SCORE_ROWS)
         logits = model.head(x[span])
-        logprobs[span] = ops.token_logprobs(logits, targets[span], temperatures[span])
-        best[span] = ops.argmax(logits)
+        found.append((ops.token_logprobs(logits, targets[span], temperatures[span]), ops.argmax(logits)))
         del logits  # its memory is that of the next ones
-    return logprobs, best
+    return found
 
 
 def book_scores(sequences: Listed[Sequence], counts: Listed[int], logprobs: np.ndarray, greedy: np.ndarray) -> None:
