@@ -16,7 +16,7 @@ pytest.importorskip("cupy")
 from fake_cuda import FakeCuda
 from test_repeated_calls import aligned, cuda  # noqa: F401
 
-from cukern import jit
+from cukern import jit, ops
 from cukern.jit import registry, tape
 from cukern.jit.tape import Tape
 from cukern.models import ForwardBatch, Qwen3
@@ -156,6 +156,16 @@ def test_an_array_that_is_not_on_the_tape_ends_it(
     assert replays == []
 
 
+def test_an_array_that_something_else_made_ends_it(
+    bench: Bench, replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if a library's product stood between the operators."""
+    swiglu, other = ops.swiglu, bench.array((TOKENS, CONFIG.intermediate_size))
+    monkeypatch.setattr(ops, "swiglu", lambda gate_up: swiglu(gate_up) is None or other)
+    assert len(bench.launched()) == 1 + 9 * 5
+    assert replays == []
+
+
 def test_a_launch_that_fails_is_an_error_and_slots_come_back(bench: Bench) -> None:
     pools = [kernel._slots for kernel in registry._memo.values()]
     before = [len(pool) for pool in pools]
@@ -180,7 +190,7 @@ def test_another_thread_is_not_recorded(bench: Bench) -> None:
             pass
     assert recorded._launches == []
     assert not other.whole
-    assert recorded.bind([1]) is None
+    assert recorded.bind([1], []) is None
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -74,22 +74,26 @@ class Tape:
         if threading.get_ident() == self._thread:
             self._kept.append(array)
 
-    def bind(self, addresses: Sequence[int]) -> Replay | None:
+    def bind(self, addresses: Sequence[int], same: Iterable[int]) -> Replay | None:
         """The launches, to be made again with other arrays.
 
         Parameters
         ----------
         addresses : sequence of int
             Of the arrays that will be others, as they were in the recording; 0 where there is none.
+        same : iterable of int
+            Of the arrays that will be the same.
 
         Returns
         -------
         Replay or None
-            None where the tape is not whole, or an array does not occur in it as given.
+            None where the tape is not whole, where an array that will be another does not occur in it, and where one
+            occurs that is neither given nor the result of a recorded launch: something else has made that.
         """
         if not self.whole or not self._launches:
             return None
         places = {address: i for i, address in enumerate(addresses) if address}
+        known = {0, *same, *places, *(array.data.ptr for array in self._kept)}
         seen = set[int]()
         launches = []
         for launch, lead in self._launches:
@@ -102,6 +106,8 @@ class Tape:
                         return None
                 else:
                     address = value
+                if address not in known:
+                    return None
                 if address in places:
                     seen.add(address)
                     patches.append((offset, places[address], remade))

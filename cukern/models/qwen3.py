@@ -185,7 +185,9 @@ class Qwen3:
         tape = Tape()
         with tape.recording():
             self._layer(1, x, batch, cache)
-        replay = tape.bind(self._addresses(1, cache))
+        b = batch
+        same = (x, b.positions, b.slot_mapping, b.cu_seqlens_q, b.seq_lens, b.block_tables, self.rope_table)
+        replay = tape.bind(self._addresses(1, cache), [a.data.ptr for a in same])
         if replay is None:
             return 2
         with replay:
