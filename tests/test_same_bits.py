@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,8 @@ import pytest
 
 import cukern
 from cukern import LLM, SamplingParams, jit, ops
-from cukern.ops import _linear_sm90, _linear_variants
+from cukern.bench.exactness import _changed, free_order, portable_attention
+from cukern.ops import _linear_sm90
 from cukern.ops.attention_prefill import Variant, _attention_prefill_variant
 
 DATA = Path(__file__).parent / "data"
@@ -216,19 +216,9 @@ def test_batches_mixed_at_random(gpu: Scene) -> None:
 @contextmanager
 def portable_kernels() -> Iterator[None]:
     """Only the kernels for every architecture."""
-    from importlib import import_module
-
-    modules: list[ModuleType] = [_linear_sm90]
-    if Path(_linear_sm90.__file__).with_name("_attention_sm90.py").exists():
-        modules.append(import_module("cukern.ops._attention_sm90"))
-    with pytest.MonkeyPatch.context() as patch:
-        for module in modules:
-            patch.setattr(module, "launched", lambda *_, **__: None)
-        jit.reload()  # forgets what earlier calls have chosen
+    with portable_attention(), _changed((_linear_sm90, "launched", lambda *_, **__: None)):
         yield
-        chosen = {str(key) for key in jit.registry._memo}
-        assert not [key for key in chosen if "sm90" in key]
-    jit.reload()
+        assert not [key for key in jit.registry._memo if "sm90" in str(key)]
 
 
 @pytest.mark.gpu
@@ -236,8 +226,9 @@ def test_portable_kernels(gpu: Scene) -> None:
     if jit.device().arch != _linear_sm90.ARCH:
         pytest.skip("this GPU has the portable kernels only")
     everything = range(len(gpu.lengths))
-    assert gpu.wrong(everything, gpu.scored(gpu.llm(), everything)) == []
-    assert any("linear_sm90" in str(key) for key in jit.registry._memo)
+    with _changed():  # nothing remembered
+        assert gpu.wrong(everything, gpu.scored(gpu.llm(), everything)) == []
+        assert any("linear_sm90" in str(key) for key in jit.registry._memo)
     longest = len(gpu.lengths) - 1
     hopper = gpu.everywhere(gpu.llm(), longest)
     with portable_kernels():
@@ -247,20 +238,11 @@ def test_portable_kernels(gpu: Scene) -> None:
 
 
 @pytest.mark.gpu
-def test_portable_kernels_with_other_segments_differ(gpu: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_portable_kernels_with_other_segments_differ(gpu: Scene) -> None:
     """The control of the test above: sums in another order, by the same kernels."""
-    with portable_kernels():
-        monkeypatch.setattr(_linear_variants, "template_segment", lambda n, k: 0)
-        jit.reload()
-        ops_linear_cache_clear()
-        assert len(gpu.wrong(range(len(gpu.lengths)), gpu.scored(gpu.llm(), range(len(gpu.lengths))))) > 10
-    ops_linear_cache_clear()
-
-
-def ops_linear_cache_clear() -> None:
-    from cukern.ops.linear import _plan
-
-    _plan.cache_clear()
+    which = range(len(gpu.lengths))
+    with portable_kernels(), free_order():
+        assert len(gpu.wrong(which, gpu.scored(gpu.llm(), which))) > 10
 
 
 @pytest.mark.gpu

@@ -19,7 +19,7 @@ from cukern.bench.cases import Arrays, Case
 from cukern.bench.operators import product_cases
 from cukern.bench.report import Row
 
-__all__ = ["exactness", "exactness_cases", "free_order", "model_exactness"]
+__all__ = ["exactness", "exactness_cases", "free_order", "model_exactness", "portable_attention"]
 
 _ENDLESS = 1 << 24  # keys
 
@@ -29,31 +29,48 @@ def free_order() -> Iterator[None]:
     """Let products and attention over prompts sum without the rules of the contract.
 
     Their results then depend on the number of rows and on how a prompt is cut. Decoding attention and the one-kernel
-    decoding step keep their order; so does attention of the Hopper kernel, instead of which the portable one runs.
+    decoding step keep their order. Attention runs as the portable kernel.
     """
     from cukern.ops import _linear_sm90, _linear_variants
 
-    modules = sys.modules
-    linear, prefill = import_module("cukern.ops.linear"), import_module("cukern.ops.attention_prefill")
-    changed: list[tuple[Any, str, Any]] = [
-        (_linear_sm90, "template_segment", lambda n, k: 0),
-        (_linear_variants, "template_segment", lambda n, k: 0),
-        (prefill, "select", _endless(prefill.select)),
-    ]
-    if "cukern.ops._attention_sm90" in modules:
-        changed.append((modules["cukern.ops._attention_sm90"], "launched", lambda *_, **__: None))
-    before = [(module, name, getattr(module, name)) for module, name, _ in changed]
+    prefill = import_module("cukern.ops.attention_prefill")
+    with (
+        portable_attention(),
+        _changed(
+            (_linear_sm90, "template_segment", lambda n, k: 0),
+            (_linear_variants, "template_segment", lambda n, k: 0),
+            (prefill, "select", _endless(prefill.select)),
+        ),
+    ):
+        yield
+
+
+@contextmanager
+def portable_attention() -> Iterator[None]:
+    """Let attention over prompts run as the kernel for every architecture, the one that has a free variant."""
+    name = "cukern.ops._attention_sm90"
+    changes = [(sys.modules[name], "launched", lambda *_, **__: None)] if name in sys.modules else []
+    with _changed(*changes):
+        yield
+
+
+@contextmanager
+def _changed(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """Attributes of operators' modules with other values, and nothing remembered that was chosen by them."""
+    from cukern import jit
+    from cukern.ops import _linear_sm90, _linear_variants
+
+    linear = import_module("cukern.ops.linear")
+    before = [(module, name, getattr(module, name)) for module, name, _ in changes]
 
     def put(values: Sequence[tuple[Any, str, Any]]) -> None:
-        from cukern import jit
-
         for module, name, value in values:
             setattr(module, name, value)
         for chosen in (linear._plan, _linear_sm90._plan, _linear_sm90.select, _linear_variants.select):
             chosen.cache_clear()
         jit.reload()
 
-    put(changed)
+    put(changes)
     try:
         yield
     finally:
@@ -77,11 +94,12 @@ def exactness(
 ) -> Iterator[Row]:
     """Check and time every case with the rules and without; the peer of a row is the free order.
 
-    Attention with the rules is timed as the operator runs it, which may be another kernel than the free one.
+    Attention is the portable kernel both times.
     """
     for case in cases:
         prepared = case.prepare(arrays)
-        error, exact = prepared.check(), microseconds(prepared.calls)
+        with portable_attention():
+            error, exact = prepared.check(), microseconds(prepared.calls)
         with free_order():
             free_error, free = prepared.check(), microseconds(prepared.calls)
         yield Row(
@@ -100,7 +118,8 @@ def exactness(
 
 
 def model_exactness(bench: Any, lengths: Sequence[int]) -> Iterator[Row]:
-    """First token of a prompt with the rules and without. Checked: the two log-probabilities are close.
+    """First token of a prompt with the rules and without, by portable attention. Checked: the two log-probabilities
+    are close.
 
     Parameters
     ----------
@@ -110,7 +129,8 @@ def model_exactness(bench: Any, lengths: Sequence[int]) -> Iterator[Row]:
     for length in lengths:
         prompt = bench.prompt(length).tolist()
         first = partial(bench.first, bench.llm(1, length + 1), prompt)
-        exact_token, exact = first(), bench.wall(first)
+        with portable_attention():
+            exact_token, exact = first(), bench.wall(first)
         with free_order():
             free_token, free = first(), bench.wall(first)
         yield Row(
