@@ -42,7 +42,7 @@ class MapLibrary(FakeLibrary):
 
     def cuTensorMapEncodeTiled(self, out: Any, *args: Any) -> int:
         _, _, address, sizes, _, box, *_ = args
-        out._obj.raw = struct.pack("=5Q", address.value, *sizes, *box).ljust(128, b"\0")
+        out._obj.raw = struct.pack(f"={1 + 2 * len(sizes)}Q", address.value, *sizes, *box).ljust(128, b"\0")
         return 0
 
 

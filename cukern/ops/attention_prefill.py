@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cukern.jit import Kernel, device, kernel
+from cukern.jit.tensor_map import heads_map
+from cukern.ops import _attention_sm90
 from cukern.ops._arrays import CTYPES, FLOAT32, Array, Place, check_dtype, check_out, check_shape, place_arrays
 from cukern.ops._attention import (
     COMPILED_HEAD_DIMS,
@@ -17,6 +19,7 @@ from cukern.ops._attention import (
     softmax_constants,
     strided,
 )
+from cukern.ops._attention_sm90 import HopperVariant
 from cukern.ops._fast import Plans
 from cukern.ops._numerics import ATTN_CHUNK, ATTN_TILE
 from cukern.reference.attention_prefill import attention_prefill as reference_attention_prefill
@@ -133,7 +136,7 @@ def attention_prefill(
 
 
 def _attention_prefill_variant(
-    variant: Variant,
+    variant: Variant | HopperVariant,
     q: Array,
     k: Array,
     v: Array,
@@ -147,7 +150,7 @@ def _attention_prefill_variant(
     return_lse: bool = False,
     out: Array | None = None,
 ) -> Array | tuple[Array, Array]:
-    """:func:`attention_prefill` by the variant given, for tests and tuning."""
+    """:func:`attention_prefill` by the variant given, for tests and tuning. ValueError if it cannot run this."""
     options = (cu_seqlens_q, cu_seqlens_k, block_tables, seq_lens)
     return _attention_prefill(q, k, v, options, causal, scale, return_lse, out, variant)
 
@@ -161,7 +164,7 @@ def _attention_prefill(
     scale: float | None,
     return_lse: bool,
     out: Array | None,
-    variant: Variant | None,
+    variant: Variant | HopperVariant | None,
 ) -> Array | tuple[Array, Array]:
     simple = (
         out is None
@@ -173,12 +176,26 @@ def _attention_prefill(
     given, options = (q, k, v, *index), (causal, scale)
     found = _PLANS.find(given, options) if simple else None
     if found is not None:
-        plan, (*addresses, cu_q_address, cu_k_address, tables_address, lens_address) = found
+        plan, (q_address, k_address, v_address, *addresses) = found
+        same_lengths, maps = plan.extra
         out = plan.empty()
-        if plan.extra:
-            cu_k_address = cu_q_address
-        plan.launch(*addresses, out.data.ptr, 0, cu_q_address, cu_k_address, tables_address, lens_address)
-        return out
+        if same_lengths:
+            addresses[1] = addresses[0]
+        address = out.data.ptr
+        if maps is None:
+            plan.launch(q_address, k_address, v_address, address, 0, *addresses)
+            return out
+        if address % 16 == 0:  # else an allocator of one's own; the Hopper kernel cannot write there
+            q_sizes, k_sizes, v_sizes = maps
+            plan.launch(
+                heads_map(q_address, *q_sizes),
+                heads_map(k_address, *k_sizes),
+                heads_map(v_address, *v_sizes),
+                address,
+                0,
+                *addresses,
+            )
+            return out
     cu_q, cu_k, tables, seq_lens = index
     place, (q, k, v, cu_q, cu_k, tables, seq_lens, out) = place_arrays(
         _NAME,
@@ -217,9 +234,9 @@ def _attention_prefill(
             q, k, v, (cu_q, cu_k, tables, seq_lens), out, lse, batch, bool(causal), value, c, place, variant
         )
         if simple and place.kind == "cuda":
-            program, grid, block, arguments, shared_mem = launched
-            same_lengths = index[1] is None and cu_k is not None
-            _PLANS.keep(given, options, program, grid, block, arguments, out, extra=same_lengths, shared_mem=shared_mem)
+            program, grid, block, arguments, shared_mem, maps = launched
+            extra = (index[1] is None and cu_k is not None, maps)
+            _PLANS.keep(given, options, program, grid, block, arguments, out, extra=extra, shared_mem=shared_mem)
     return out if lse is None else (out, lse)
 
 
@@ -235,14 +252,30 @@ def _launch(
     scale: float,
     c: float,
     place: Place,
-    variant: Variant | None,
-) -> tuple[Kernel, tuple[int], tuple[int], tuple[Any, ...], int]:
-    """Launch, and return what was launched: kernel, grid, block, arguments, shared memory."""
+    variant: Variant | HopperVariant | None,
+) -> tuple[Kernel, tuple[int], tuple[int], tuple[Any, ...], int, Any]:
+    """Launch, and return what was launched: kernel, grid, block, arguments, shared memory, sizes of tensor maps."""
     cu_q, cu_k, tables, seq_lens = index
     heads, head_dim = q.shape[-2:]
     dense, paged = cu_q is None, tables is not None
     tokens = q.shape[1] if dense else q.shape[0]
     kv_heads = k.shape[1] if paged else k.shape[-2]
+    q_flat, q_strides = strided(_NAME, "q", q, place)
+    k_flat, k_strides = strided(_NAME, "k", k, place)
+    v_flat, v_strides = strided(_NAME, "v", v, place)
+    if paged:  # [block, head, token] -> [block, token, head]
+        k_strides, v_strides = ((s[0], s[2], s[1]) for s in (k_strides, v_strides))
+    strides = tuple((0,) * (3 - len(s)) + s for s in (q_strides, k_strides, v_strides))
+    if place.kind == "cuda" and not isinstance(variant, Variant):
+        sizes = (batch, tokens, heads, kv_heads, head_dim)
+        kv = (k.shape[0], k.shape[2]) if paged else (batch if dense else 1, k.shape[-3])
+        launched = _attention_sm90.launched(
+            q_flat, k_flat, v_flat, strides, index, out, lse, sizes, kv, causal, scale, c, variant
+        )
+        if launched is not None:
+            return launched
+    if isinstance(variant, HopperVariant):
+        raise ValueError(f"{_NAME}: variant {variant} cannot run q {tuple(q.shape)} and k {tuple(k.shape)} here")
     if variant is None:
         info = device()
         total = batch * tokens if dense else tokens
@@ -251,11 +284,6 @@ def _launch(
     slots = batch * -(-tokens // rows) if dense else tokens // rows + batch
     if slots * heads >= 2**31:
         raise ValueError(f"{_NAME}: q has shape {tuple(q.shape)}, too many (token, head) pairs for one launch")
-    q_flat, q_strides = strided(_NAME, "q", q, place)
-    k_flat, k_strides = strided(_NAME, "k", k, place)
-    v_flat, v_strides = strided(_NAME, "v", v, place)
-    if paged:  # [block, head, token] -> [block, token, head]
-        k_strides, v_strides = ((s[0], s[2], s[1]) for s in (k_strides, v_strides))
     program = kernel("attention_prefill.cu", _NAME, variant.template(CTYPES[q.dtype], head_dim, paged))
     grid, block, shared_mem = (slots * heads,), (variant.warps * 32,), variant.shared_mem(head_dim)
     arguments = (
@@ -273,9 +301,9 @@ def _launch(
         0 if paged else k.shape[-3],
         heads,
         heads // kv_heads,
-        *((0,) * (3 - len(q_strides)) + q_strides),
-        *((0,) * (3 - len(k_strides)) + k_strides),
-        *((0,) * (3 - len(v_strides)) + v_strides),
+        *strides[0],
+        *strides[1],
+        *strides[2],
         tables.shape[1] if tables is not None else 0,
         k.shape[2].bit_length() - 1 if paged else 0,
         k.shape[0] if paged else 0,
@@ -284,7 +312,7 @@ def _launch(
         c,
     )
     program(grid, block, arguments, shared_mem=shared_mem)
-    return program, grid, block, arguments, shared_mem
+    return program, grid, block, arguments, shared_mem, None
 
 
 def _check(

@@ -22,7 +22,26 @@ __device__ __forceinline__ void tma_load_2d(void *smem, const TensorMap *map, u6
       : "memory");
 }
 
-// The same box to every block of the cluster whose bit is set, at the same addresses, completing on each block's barrier.
+// A box of a tensor of four dimensions, first element at (c0, .. c3), c0 innermost.
+__device__ __forceinline__ void tma_load_4d(void *smem, const TensorMap *map, u64 *barrier, int c0, int c1, int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::
+          "r"(shared_address(smem)),
+      "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+
+// A box of a tensor of five dimensions, first element at (c0, .. c4), c0 innermost.
+__device__ __forceinline__ void tma_load_5d(void *smem, const TensorMap *map, u64 *barrier, int c0, int c1, int c2, int c3,
+                                            int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}],"
+      " [%2];" ::"r"(shared_address(smem)),
+      "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
+// The box of tma_load_2d to every block of the cluster whose bit is set, at the same addresses, completing on each block's barrier.
 __device__ __forceinline__ void tma_load_2d_multicast(void *smem, const TensorMap *map, u64 *barrier, int column, int row,
                                                       unsigned short blocks) {
   asm volatile(
@@ -31,6 +50,9 @@ __device__ __forceinline__ void tma_load_2d_multicast(void *smem, const TensorMa
       "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row), "h"(blocks)
       : "memory");
 }
+
+// After ordinary stores to shared memory, before a barrier behind which the tensor cores or the copy engine read them.
+__device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Asks for `bytes` (a multiple of 16) from an address at a multiple of 16 to be brought into L2.
 __device__ __forceinline__ void prefetch_l2(const void *p, u32 bytes) {

@@ -1,16 +1,25 @@
-// wgmma of sm_90a: D[64,N] (+)= A[64,16] * B[16,N], fp16 or bf16 in, fp32 accumulators; four consecutive warps together, both
-// operands in shared memory. No CPU body: not emulated.
-// Operands lie K-major, 64 elements (128 bytes) to a row, rows of 8 in 1024-byte atoms with the copy engine's 128-byte swizzle:
-// 16-byte chunk c of row r at chunk c ^ (r & 7). An atom starts at a multiple of 1024 bytes.
+// wgmma of sm_90a: D[64,N] (+)= A[64,16] * B[16,N], fp16 or bf16 in, fp32 accumulators; four consecutive warps together, B in
+// shared memory, A there or in registers. No CPU body: not emulated.
+// Operands in shared memory lie K-major, 64 elements (128 bytes) to a row, rows of 8 in 1024-byte atoms with the copy engine's
+// 128-byte swizzle: 16-byte chunk c of row r at chunk c ^ (r & 7). An atom starts at a multiple of 1024 bytes. B may also lie
+// N-major: rows are then k, and a row holds 64 of the N columns.
+// A in registers: warp w of the four holds rows 16 w .. 16 w + 15 as the A fragment of mma.m16n8k16 (mma.cuh).
 // Accumulators, warp w of the four, lane 4 g + t: d[4 j + e] is D[16 w + g + 8 (e >> 1)][8 j + 2 t + (e & 1)], as in mma.cuh.
 // PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions". Test: tests/test_linear_sm90.py
 #pragma once
 #include "ptx/mbarrier.cuh"
+#include "ptx/registers.cuh"
 
 // Descriptor of an operand tile: address, bytes from one atom of eight rows to the next (1024), 128-byte swizzle. The sixteen
 // columns at element 16 s of the row are 32 s bytes further: add 2 s.
 __device__ __forceinline__ u64 wgmma_descriptor(const void *tile) {
   return (u64)((shared_address(tile) & 0x3ffff) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+
+// Descriptor of an N-major B: `block` is the number of bytes from one block of 64 columns to the next, atoms of eight rows are
+// 1024 bytes apart. The sixteen rows from row 16 s on are 2048 s bytes further: add 128 s.
+__device__ __forceinline__ u64 wgmma_descriptor_n_major(const void *tile, int block) {
+  return (u64)((shared_address(tile) & 0x3ffff) >> 4) | (u64)(block >> 4) << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
 }
 
 // Before the first wgmma that touches registers which ordinary instructions wrote.
@@ -29,12 +38,10 @@ template <int Count> __device__ __forceinline__ void wgmma_pin(float (&d)[Count]
   for (int i = 0; i < Count; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Registers per thread of this warpgroup's warps from here on; all warps of the warpgroup. A multiple of 8.
-template <int Registers> __device__ __forceinline__ void more_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
-}
-template <int Registers> __device__ __forceinline__ void fewer_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
+// The same for operands in registers: after the wait they may change.
+__device__ __forceinline__ void wgmma_pin(u32 (&a)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(a[i])::"memory");
 }
 
 // Wgmma<T, N>::multiply(d, a, b, accumulate): `accumulate` 0 starts from zero and does not read d.
@@ -87,3 +94,25 @@ WGMMA_BOTH(128, 64, 65, 66, WGMMA_L8, WGMMA_64(0))
 WGMMA_BOTH(160, 80, 81, 82, WGMMA_L10, WGMMA_64(0), WGMMA_16(64))
 WGMMA_BOTH(192, 96, 97, 98, WGMMA_L12, WGMMA_64(0), WGMMA_32(64))
 WGMMA_BOTH(256, 128, 129, 130, WGMMA_L16, WGMMA_64(0), WGMMA_64(64))
+
+// WgmmaRegisters<T, N, NMajor>::multiply(d, a, b, accumulate): A in registers; NMajor 1: B lies N-major.
+template <class T, int N, int NMajor> struct WgmmaRegisters;
+
+// A0 .. A3, B, P: the numbers of the operands behind the accumulators: N/2 and on.
+#define WGMMA_DEFINE_REGISTERS(T, KIND, N, MAJOR, A0, A1, A2, A3, B, P, LIST, ...)                                     \
+  template <> struct WgmmaRegisters<T, N, MAJOR> {                                                                     \
+    static __device__ __forceinline__ void multiply(float (&d)[N / 2], const u32 (&a)[4], u64 b, int accumulate) {     \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\n"                                                    \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." KIND "." KIND " {" LIST "}, {%" #A0 ",%" #A1      \
+                   ",%" #A2 ",%" #A3 "}, %" #B ", p, 1, 1, " #MAJOR ";\n}"                                             \
+                   : __VA_ARGS__                                                                                       \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                             \
+    }                                                                                                                  \
+  };
+#define WGMMA_BOTH_REGISTERS(N, MAJOR, A0, A1, A2, A3, B, P, LIST, ...)                           \
+  WGMMA_DEFINE_REGISTERS(half, "f16", N, MAJOR, A0, A1, A2, A3, B, P, LIST, __VA_ARGS__)          \
+  WGMMA_DEFINE_REGISTERS(bf16, "bf16", N, MAJOR, A0, A1, A2, A3, B, P, LIST, __VA_ARGS__)
+
+WGMMA_BOTH_REGISTERS(64, 0, 32, 33, 34, 35, 36, 37, WGMMA_L4, WGMMA_32(0))
+WGMMA_BOTH_REGISTERS(64, 1, 32, 33, 34, 35, 36, 37, WGMMA_L4, WGMMA_32(0))
+WGMMA_BOTH_REGISTERS(128, 1, 64, 65, 66, 67, 68, 69, WGMMA_L8, WGMMA_64(0))

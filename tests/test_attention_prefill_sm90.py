@@ -1,0 +1,403 @@
+"""Prefill attention on Hopper: equal bits with the portable kernel (GPU); launch, tensor maps, order of work (CPU)."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy")
+
+from fake_cuda import FakeCuda, FakeLibrary, uninstall
+from paging import bits, normal, random_pages, starts
+
+import cukern
+from cukern import jit
+from cukern.jit.arch import Target
+from cukern.jit.tensor_map import heads_map
+from cukern.ops import _attention_sm90 as hopper
+from cukern.ops._attention_sm90 import HopperVariant, Layout
+from cukern.ops.attention_prefill import Variant, _attention_prefill_variant, attention_prefill
+
+HALVES = [np.float16, ml_dtypes.bfloat16]
+PORTABLE = Variant(4, 2)
+EVERY = [(v, d) for d in hopper.HEAD_DIMS for v in hopper.candidates(d)]
+
+
+# ---------------------------------------------------------------------------------------------------- on a GPU
+
+
+def on_hopper() -> Any:
+    cupy = pytest.importorskip("cupy")
+    if jit.device().arch != hopper.ARCH:
+        pytest.skip(f"needs compute capability 9.0, this GPU is {jit.device().arch}")
+    return cupy
+
+
+def same(a: np.ndarray, b: np.ndarray) -> None:
+    """Equal bits; one NaN is as good as another."""
+    nan = np.isnan(a.astype(np.float32))
+    np.testing.assert_array_equal(nan, np.isnan(b.astype(np.float32)))
+    np.testing.assert_array_equal(bits(np.where(nan, 0, a).astype(a.dtype)), bits(np.where(nan, 0, b).astype(b.dtype)))
+
+
+def check(variant: HopperVariant, *arrays: np.ndarray, **options: Any) -> None:
+    """Output and lse have the bits of the portable kernel."""
+    cupy = on_hopper()
+    q, k, v = (cupy.asarray(a) for a in arrays)
+    options = {n: cupy.asarray(a) if isinstance(a, np.ndarray) else a for n, a in options.items()}
+    want, want_lse = _attention_prefill_variant(PORTABLE, q, k, v, return_lse=True, **options)
+    out = cupy.full(q.shape, np.nan, np.float32).astype(q.dtype)
+    _, lse = _attention_prefill_variant(variant, q, k, v, return_lse=True, out=out, **options)
+    same(out.get(), want.get())
+    same(lse.get(), want_lse.get())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("variant", "d"), EVERY, ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("s", "m"),
+    [
+        *((n, n) for n in (1, 15, 17, 63, 64, 65, 127, 128, 129, 255, 256, 1000)),
+        *((16, 1000), (128, 192), (300, 1111), (70, 5), (1000, 63), (1, 130)),
+    ],
+)
+def test_dense(
+    rng: np.random.Generator, dtype: Any, variant: HopperVariant, d: int, causal: bool, s: int, m: int
+) -> None:
+    for hq, hkv in ((2, 2), (4, 2), (5, 1), (8, 1)):
+        q, k, v = (
+            normal(rng, (2, s, hq, d), dtype),
+            normal(rng, (2, m, hkv, d), dtype),
+            normal(rng, (2, m, hkv, d), dtype),
+        )
+        check(variant, q, k, v, causal=causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("variant", "d"), EVERY, ids=str)
+def test_more_work_than_blocks(rng: np.random.Generator, dtype: Any, variant: HopperVariant, d: int) -> None:
+    for b, s, hq, hkv in ((3, 2100, 16, 8), (1, 4097, 5, 1)):
+        q, k, v = (
+            normal(rng, (b, s, hq, d), dtype),
+            normal(rng, (b, s, hkv, d), dtype),
+            normal(rng, (b, s, hkv, d), dtype),
+        )
+        check(variant, q, k, v)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("variant", "d"), EVERY, ids=str)
+def test_scale_and_large_scores(rng: np.random.Generator, variant: HopperVariant, d: int) -> None:
+    q, k, v = (normal(rng, (1, 400, 2, d), np.float16) for _ in range(3))
+    for scale in (0.01, 3.0):
+        check(variant, q, k, v, scale=scale)
+    check(variant, q * np.float16(60), k * np.float16(60), v)
+    q[0, 3, 1, 5] = np.nan
+    k[0, 200, 0, 7] = np.inf
+    check(variant, q, k, v)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("variant", "d"), EVERY, ids=str)
+def test_views(rng: np.random.Generator, variant: HopperVariant, d: int) -> None:
+    cupy = on_hopper()
+    qkv = cupy.asarray(normal(rng, (2, 333, 8, d), np.float16))
+    q, k, v = qkv[:, :, :4], qkv[:, :, 4:6], qkv[:, :, 6:]
+    want = _attention_prefill_variant(PORTABLE, q, k, v)
+    same(_attention_prefill_variant(variant, q, k, v).get(), want.get())
+
+
+RAGGED = [[5], [1, 0, 64, 65, 300, 0, 129], [700, 3, 128, 128, 1], [2000, 1, 64], [3] * 70 + [400, 20]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("variant", "d"), EVERY, ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("lengths", RAGGED, ids=lambda n: f"{len(n)} sequences")
+def test_packed(
+    rng: np.random.Generator, dtype: Any, variant: HopperVariant, d: int, causal: bool, lengths: list[int]
+) -> None:
+    keys = [n + int(rng.integers(0, 200)) for n in lengths]
+    for kv_lengths, other in ((lengths, {}), (keys, {"cu_seqlens_k": starts(keys)})):
+        q = normal(rng, (sum(lengths), 4, d), dtype)
+        k, v = (normal(rng, (sum(kv_lengths), 2, d), dtype) for _ in range(2))
+        v[0] = np.nan  # seen by the first sequence alone
+        check(variant, q, k, v, cu_seqlens_q=starts(lengths), causal=causal, **other)
+        v[0] = 1
+        v[kv_lengths[0] :] = np.nan  # not seen by the first sequence
+        check(variant, q, k, v, cu_seqlens_q=starts(lengths), causal=causal, **other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("variant", "d"), EVERY, ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("page", [16, 32, 64, 128, 256])
+def test_paged(rng: np.random.Generator, dtype: Any, variant: HopperVariant, d: int, causal: bool, page: int) -> None:
+    lengths, rows = [1, 700, 64, 0, 2333, 129], [1, 200, 64, 0, 100, 129]
+    p = random_pages(rng, lengths, 2, d, page, dtype)
+    q = normal(rng, (sum(rows), 4, d), dtype)
+    tables = {"cu_seqlens_q": starts(rows), "seq_lens": p.seq_lens}
+    check(variant, q, p.k_cache, p.v_cache, block_tables=p.tables, causal=causal, **tables)
+    lost = p.tables.copy()  # blocks that the cache does not have
+    lost[1, 0], lost[2, 0], lost[4, 33 * 64 // page] = 1 << 20, -7, -1
+    check(variant, q, p.k_cache, p.v_cache, block_tables=lost, causal=causal, **tables)
+
+
+@pytest.mark.gpu
+def test_wrong_lengths_stay_inside(rng: np.random.Generator) -> None:
+    cupy = on_hopper()
+    q, k, v = (normal(rng, (300, h, 64), np.float16) for h in (4, 2, 2))
+    for cu in ([0, 100, 5000], [-4, 200, 300], [0, 300, 10]):
+        check(hopper.select(64), q, k, v, cu_seqlens_q=np.array(cu, np.int32))
+    cupy.cuda.runtime.deviceSynchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("d", hopper.HEAD_DIMS)
+def test_chosen_and_repeated(rng: np.random.Generator, dtype: Any, d: int) -> None:
+    cupy = on_hopper()
+    q, k, v = (cupy.asarray(normal(rng, (2, 700, h, d), dtype)) for h in (16, 8, 8))
+    want = _attention_prefill_variant(PORTABLE, q, k, v).get()
+    for _ in range(20):
+        same(attention_prefill(q, k, v).get(), want)
+    for rows in (1, 16, 100, 333):  # the last rows of the same context: a chunk, or a decoding step
+        part = attention_prefill(cupy.ascontiguousarray(q[:, -rows:]), k, v).get()
+        same(part, want[:, -rows:])
+
+
+# ---------------------------------------------------------------------------------------------------- compiled
+
+
+@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize(("variant", "d"), EVERY, ids=str)
+def test_compiles_without_spills_and_stays_asynchronous(variant: HopperVariant, d: int, layout: Layout) -> None:
+    kernel = jit.kernel(hopper.FILE, hopper.NAME, variant.template("bf16", d, layout))
+    compiled = kernel._binary(Target(hopper.ARCH), keep=False)
+    name = compiled.names[kernel.name]
+    usage = compiled.usage[name]
+    assert (usage.spill_stores, usage.spill_loads, usage.stack) == (0, 0, 0)
+    # ptxas says so when it puts waits between wgmma instructions or ignores setmaxnreg
+    assert "serializ" not in compiled.log
+    assert "setmaxnreg" not in compiled.log
+    assert [size for _, size, _ in compiled.layout[name]][:3] == [128, 128, 128]
+    assert variant.shared_mem(d) <= hopper.MAX_SHARED
+
+
+def test_declared_variants_are_for_hopper_alone() -> None:
+    declared = hopper.kernel_variants()
+    assert {item[4] for item in declared} == {("sm_90a",)}
+    chosen = {v.template(c, d, w) for v, d in EVERY for c in ("half", "bf16") for w in Layout if v == hopper.select(d)}
+    assert {item[2] for item in declared} == chosen
+
+
+# ---------------------------------------------------------------------------------------------------- launch
+
+
+class TensorMapLibrary(FakeLibrary):
+    """Also encodes tensor maps: as a record of what was asked for."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.encoded: list[tuple[Any, ...]] = []
+
+    def cuTensorMapEncodeTiled(self, out: Any, *args: Any) -> int:
+        kind, rank, address, sizes, strides, box, steps, *modes = args
+        self.encoded.append((kind, rank, address.value, [*sizes], [*strides], [*box], [*steps], modes))
+        out._obj.raw = struct.pack("=Q", len(self.encoded)).ljust(128, b"\xee")
+        return 0
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    heads_map.cache_clear()
+    jit.reload()
+    monkeypatch.setattr(hopper, "READY", True)
+    monkeypatch.setattr("cukern.jit.devices.gpu_present", lambda: True)
+    fake = FakeCuda(TensorMapLibrary(), monkeypatch)
+    fake.expect([128, 128, 128, *[8] * 6, *[4] * 12])
+    yield fake
+    monkeypatch.undo()
+    uninstall()
+    heads_map.cache_clear()
+    jit.reload()
+
+
+def aligned(cuda: FakeCuda, shape: tuple[int, ...], dtype: Any) -> Any:
+    """An array at a multiple of 16 bytes."""
+    cupy = pytest.importorskip("cupy")
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = ctypes.create_string_buffer(size + 32)
+    cuda._buffers.append(raw)
+    memory = cupy.cuda.UnownedMemory((ctypes.addressof(raw) + 15) // 16 * 16, size + 1, raw, device_id=0)
+    return cupy.ndarray(shape, dtype, memptr=cupy.cuda.MemoryPointer(memory, 0))
+
+
+MODES = [0, 3, 3, 0]  # 128-byte swizzle, 256-byte promotion to L2, zeros outside
+
+
+def record(address: int, sizes: list[int], strides: list[int], box: list[int]) -> tuple[Any, ...]:
+    return (1, 5, address, sizes, strides, box, [1] * 5, MODES)
+
+
+def test_launch_of_dense_arrays(cuda: FakeCuda) -> None:
+    library: Any = cuda.library
+    q, out = (aligned(cuda, (2, 300, 4, 128), np.float16) for _ in range(2))
+    k, v = (aligned(cuda, (2, 350, 2, 128), np.float16) for _ in range(2))
+    variant = HopperVariant(2, 4)
+    for _ in range(2):
+        _attention_prefill_variant(variant, q, k, v, out=out, causal=False, scale=0.25)
+    launched, values = library.launches[0], library.snapshots[0]
+    assert launched.grid == (4, 1, 1)  # the fake GPU has four multiprocessors
+    assert launched.block == (384, 1, 1)
+    assert launched.shared_mem == variant.shared_mem(128)
+    assert [struct.unpack_from("=Q", x)[0] for x in values[:3]] == [1, 2, 3]
+    assert [struct.unpack("=Q", x)[0] for x in values[3:9]] == [out.data.ptr, 0, 0, 0, 0, 0]
+    # sequences, tokens, keys, heads, group, pages (3), items, causal
+    assert [struct.unpack("=i", x)[0] for x in values[9:19]] == [2, 300, 350, 4, 2, 0, 0, 0, 2 * 3 * 4, 0]
+    assert struct.unpack("=f", values[19])[0] == 0.25
+    head, token = 256, 512
+    assert library.encoded == [
+        record(q.data.ptr, [64, 300, 2, 4, 2], [2 * token, 128, head, 300 * 2 * token], [64, 64, 2, 1, 1]),
+        record(k.data.ptr, [64, 350, 2, 2, 2], [token, 128, head, 350 * token], [64, 64, 2, 1, 1]),
+        record(v.data.ptr, [64, 350, 2, 2, 2], [token, 128, head, 350 * token], [64, 64, 2, 1, 1]),
+    ]
+    assert len(library.launches) == 2  # the maps were remembered
+
+
+@pytest.mark.parametrize(("page", "box"), [(16, [64, 16, 1, 1, 1]), (128, [64, 64, 2, 1, 1])])
+def test_launch_of_pages(cuda: FakeCuda, page: int, box: list[int]) -> None:
+    library: Any = cuda.library
+    q = aligned(cuda, (200, 4, 128), np.float16)
+    k, v = (aligned(cuda, (7, 2, page, 128), np.float16) for _ in range(2))
+    cu, tables, lens = (aligned(cuda, s, np.int32) for s in ((2,), (1, 5), (1,)))
+    out = aligned(cuda, (200, 4, 128), np.float16)
+    attention_prefill(q, k, v, cu_seqlens_q=cu, block_tables=tables, seq_lens=lens, out=out)
+    (values,) = library.snapshots
+    assert [struct.unpack("=Q", x)[0] for x in values[5:9]] == [cu.data.ptr, 0, tables.data.ptr, lens.data.ptr]
+    shift = page.bit_length() - 1
+    assert [struct.unpack("=i", x)[0] for x in values[9:18]] == [1, 200, 0, 4, 2, 5, shift, 7, (200 // 128 + 1) * 4]
+    assert library.encoded[1] == record(k.data.ptr, [64, page, 2, 2, 7], [256, 128, 256 * page, 512 * page], box)
+
+
+def test_what_goes_to_the_portable_kernel(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+    monkeypatch.setattr("cukern.jit.kernels.Kernel.__call__", lambda self, *args, **options: launched.append(self.name))
+
+    def name(s: int, m: int, d: int, **options: Any) -> str:
+        q, k, v = (aligned(cuda, (1, n, 2, d), np.float16) for n in (s, m, m))
+        launched.clear()
+        attention_prefill(q, k, v, out=aligned(cuda, (1, s, 2, d), np.float16), **options)
+        return launched[0].split("<")[0]
+
+    assert name(256, 256, 128) == hopper.NAME
+    assert name(256, 256, 64) == hopper.NAME
+    assert name(256, 256, 96) == "attention_prefill"
+    assert name(hopper.MIN_ROWS - 1, 256, 128) == "attention_prefill"
+    library: Any = cuda.library
+    library.capability = (8, 0)
+    uninstall()
+    assert name(256, 256, 128) == "attention_prefill"
+
+
+def test_a_variant_that_cannot_run_says_so(cuda: FakeCuda) -> None:
+    q, k, v, out = (aligned(cuda, (1, 256, 2, 96), np.float16) for _ in range(4))
+    with pytest.raises(ValueError, match="128 rows, 4 stages cannot run q"):
+        _attention_prefill_variant(HopperVariant(2, 4), q, k, v, out=out)
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"address": 8}, "address 0x8"),
+        ({"tokens": 0}, r"sizes \(2, 0, 4, 128\)"),
+        ({"head_dim": 96}, r"sizes \(2, 300, 4, 96\)"),
+        ({"strides": (4, 512, 128)}, r"strides \(4, 512, 128\)"),
+        ({"strides": (1 << 40, 512, 128)}, "multiples of 8"),
+        ({"strides": (0, 512, 128)}, "multiples of 8"),
+        ({"box_tokens": 257}, "a box of 257 tokens"),
+        ({"box_blocks": 3}, "and 3 blocks"),
+    ],
+)
+def test_tensor_map_refuses(changed: dict[str, Any], match: str) -> None:
+    good = {
+        "address": 16,
+        "sequences": 2,
+        "tokens": 300,
+        "heads": 4,
+        "head_dim": 128,
+        "strides": (153600, 512, 128),
+        "box_tokens": 64,
+        "box_blocks": 2,
+    }
+    with pytest.raises(ValueError, match=match):
+        heads_map(**{**good, **changed})
+
+
+# ---------------------------------------------------------------------------------------------------- order of work
+
+TILES = """
+#include "common/packed_tiles.cuh"
+// Ranks first, first + step, ...: sequence and tile of each, until there is none; their number to out[0].
+template <int Rows, bool Pages>
+__global__ void tiles(int *out, const int *cu_q, const int *cu_k, const int *seq_lens, int q_tokens, int kv_tokens,
+                      int batch, int causal, int first, int step) {
+  PackedTiles<Rows, Pages> packed;
+  const PackedLengths<Pages> lengths{cu_q, cu_k, seq_lens, q_tokens, kv_tokens};
+  int found = 0, sequence, tile;
+  for (int rank = first; packed.find(lengths, batch, causal, rank, sequence, tile); rank += step, ++found)
+    if (threadIdx.x == 0) {
+      out[1 + 2 * found] = sequence;
+      out[2 + 2 * found] = tile;
+    }
+  if (threadIdx.x == 0) out[0] = found;
+}
+"""
+
+
+def order(rows: Sequence[int], keys: Sequence[int], causal: bool, pages: bool, first: int, step: int) -> list[Any]:
+    out = np.full(4000, -1, np.int32)
+    lens = None if not pages else np.array(keys, np.int32)
+    cu_k = None if pages else starts(keys)
+    most = 100_000 if pages else sum(keys)
+    with cukern.emulate(check=True):
+        kernel = cukern.Kernel(TILES, f"tiles<128, {str(pages).lower()}>")
+        kernel(1, 32, (out, starts(rows), cu_k, lens, sum(rows), most, len(rows), int(causal), first, step))
+    return [tuple(x) for x in out[1 : 1 + 2 * out[0]].reshape(-1, 2).tolist()]
+
+
+@pytest.mark.parametrize("pages", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "more"),
+    [
+        ([1], [0]),
+        ([128, 129, 0, 5], [0, 0, 0, 0]),
+        ([1000, 0, 300, 5000, 128], [0, 700, 12000, 5, 128]),
+        ([int(n) for n in np.random.default_rng(1).integers(0, 600, 75)], [0] * 75),
+        ([300, 10, 400], [-290, -10, -200]),
+        ([0, 0], [0, 40]),
+    ],
+    ids=lambda n: f"{len(n)}",
+)
+def test_every_tile_once_and_long_ones_first(rows: list[int], more: list[int], causal: bool, pages: bool) -> None:
+    keys = [n + m for n, m in zip(rows, more)]
+    found = order(rows, keys, causal, pages, 0, 1)
+    assert sorted(found) == [(b, t) for b, n in enumerate(rows) for t in range(-(-n // 128))]
+    seen = [keys[b] - (max(rows[b] - 128 * (t + 1), 0) if causal else 0) for b, t in found]
+    assert all(later < earlier + 2 * 128 for earlier, later in itertools.pairwise(seen))
+    # blocks that ask for every third rank share out the same list
+    parts = [order(rows, keys, causal, pages, first, 3) for first in range(3)]
+    assert [parts[i % 3][i // 3] for i in range(len(found))] == found
