@@ -9,6 +9,7 @@ import pytest
 from cukern.engine.blocks import BlockPool, blocks_for
 from cukern.engine.params import ResolvedSampling
 from cukern.engine.scheduler import Scheduler
+from cukern.engine.score import Scoring
 from cukern.engine.sequence import Drawn, Sequence
 
 
@@ -230,3 +231,65 @@ def test_random_traffic_keeps_the_books():
             if r.finish_reason is not None:
                 assert r.num_generated == r.sampling.max_tokens
                 assert r.tokens[r.num_prompt :] == list(range(r.num_prompt, len(r.tokens)))
+
+
+def test_followers_share_the_blocks_of_their_prompt():
+    s = scheduler(num_blocks=8, block_size=4, max_batched_tokens=6)
+    first, second, third = (Scoring(i, list(range(9)), [1, 2], 1.0) for i in range(3))
+    second.follows, third.follows = first, second
+    for r in (first, second, third):
+        s.add(r)
+    plan = s.schedule()
+    assert (plan.sequences, plan.counts, plan.sampled) == ([first], [6], [])  # its second block is not there yet
+    s.update(plan, [])
+    plan = s.schedule()
+    assert (plan.sequences, plan.counts) == ([first, second], [4, 2])
+    assert second.blocks[:2] == first.blocks[:2]
+    assert second.blocks[2] != first.blocks[2]
+    assert s.pool.num_free == 8 - 3 - 1
+    s.update(plan, [])
+    assert first.finish_reason == second.finish_reason == "length"
+    assert s.pool.num_free == 8
+    plan = s.schedule()  # nothing to share any more
+    assert (plan.sequences, plan.counts) == ([third], [6])
+    s.update(plan, [])
+    s.update(s.schedule(), [])
+    assert s.idle
+    assert s.pool.num_free == 8
+
+
+def test_shared_blocks_are_free_when_the_last_owner_lets_go():
+    pool = BlockPool(4, 4)
+    one: list[int] = []
+    two: list[int] = []
+    three: list[int] = []
+    assert pool.grow(one, 8)
+    pool.share(one, two)
+    pool.share(one[:1], three)
+    assert pool.num_free == 2
+    pool.release(one)
+    assert pool.num_free == 2
+    pool.rebuild([two, three])
+    assert pool.num_free == 2
+    pool.release(two)
+    assert pool.num_free == 3
+    pool.release(three)
+    assert sorted(pool._free) == [0, 1, 2, 3]
+    pool.rebuild([])
+    assert pool.num_free == 4
+
+
+def test_followers_start_again_after_an_interruption():
+    s = scheduler(num_blocks=8, block_size=4, max_batched_tokens=64)
+    first, second = (Scoring(i, list(range(9)), [1, 2], 1.0) for i in range(2))
+    second.follows = first
+    s.add(first)
+    s.add(second)
+    assert s.schedule().counts == [10, 2]
+    s.recover()
+    assert s.running == [first]
+    assert (second.num_computed, second.blocks) == (0, [])
+    assert s.schedule().counts == [10, 2]
+    s.recover(dropped=[first])
+    assert s.schedule().counts == [10]
+    assert s.pool.num_free == 5

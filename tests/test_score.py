@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -276,3 +278,71 @@ def test_rows_and_targets_of_a_step_with_everything_in_it() -> None:
     assert whole.greedy.tolist() == [True, False]
     np.testing.assert_array_equal(second.scores, [np.nan, 3, 4, np.nan])
     assert score_arrays([piece], [2]) == {}
+
+
+# -- several completions of one prompt -----------------------------------------------------------------------------
+
+
+def test_a_prompt_is_computed_once_for_all_its_completions(make: Any, model: cukern.Qwen3, monkeypatch: Any) -> None:
+    hidden, tokens = type(model).hidden, []
+
+    def recorded(self: cukern.Qwen3, batch: Any, cache: Any) -> Any:
+        tokens.append(len(batch.token_ids))
+        return hidden(self, batch, cache)
+
+    monkeypatch.setattr(type(model), "hidden", recorded)
+    prompts = [list(range(1, 51)), [7] * 33]
+    completions = [[[60], [61, 62], [63]], [[64, 65], [66]]]
+    want = [make().score(p, c)[0].logprobs for p, entry in zip(prompts, completions) for c in entry]
+    tokens.clear()
+    llm = make()
+    got = llm.score(prompts, completions)
+    for score, expected in zip(got, want):
+        np.testing.assert_allclose(score.logprobs, expected, atol=1e-4)
+    # 48 and 32 tokens fill blocks; the last token of a completion is never computed
+    assert tokens == [50 + (2 + 1) + 2 + 33 + 1 + 1]
+    assert_released(llm)
+
+
+@pytest.mark.parametrize("options", [{"max_batched_tokens": 7}, {"max_num_seqs": 1}, {"num_blocks": 6}, {}], ids=str)
+def test_shared_prompts_give_the_bits_of_their_own(kernels: cukern.Qwen3, options: dict[str, int]) -> None:
+    generator = np.random.default_rng(3)
+    prompts = [generator.integers(0, 512, n).tolist() for n in (16, 17, 40)]
+    completions = [[generator.integers(0, 512, n).tolist() for n in (3, 1, 18)] for _ in prompts]
+    alone = LLM(kernels, num_blocks=32, block_size=16)
+    want = [alone.score(p, c)[0] for p, entry in zip(prompts, completions) for c in entry]
+    llm = LLM(kernels, **{"num_blocks": 32, "block_size": 16, **options})
+    for a, b in zip(llm.score(prompts, completions), want):
+        assert a.token_ids == b.token_ids
+        np.testing.assert_array_equal(a.logprobs.view(np.uint32), b.logprobs.view(np.uint32))
+        np.testing.assert_array_equal(a.is_greedy, b.is_greedy)
+    assert_released(llm)
+
+
+def test_an_interruption_while_prompts_are_shared(make: Any, model: cukern.Qwen3, monkeypatch: Any) -> None:
+    """A stream goes on afterwards in the pool that they shared, and the requests can be given again."""
+    args = ([list(range(40)), [5]], [[[60], [61, 62], [63] * 20], [[64, 65], [66]]])
+    for fails_at in (1, 2, 3, 4):
+        llm = make(max_batched_tokens=20)
+        want = [s.logprobs for s in llm.score(*args)]
+        hidden, calls = type(model).hidden, []
+
+        def failing(self: cukern.Qwen3, batch: Any, cache: Any, hidden=hidden, calls=calls, at=fails_at) -> Any:
+            calls.append(1)
+            if len(calls) == at:
+                raise KeyboardInterrupt
+            return hidden(self, batch, cache)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(model), "hidden", failing)
+            requests = [Scoring(llm.engine.next_number(), args[0][0], c, 1.0) for c in args[1][0]]
+            for before, after in itertools.pairwise(requests):
+                after.follows = before
+            llm.engine.add(requests)
+            while any(r.finish_reason is None for r in requests):
+                with contextlib.suppress(KeyboardInterrupt):
+                    llm.engine.step()
+        assert len(calls) > fails_at
+        for request, expected in zip(requests, want):
+            np.testing.assert_allclose(request.scores, expected, atol=1e-4)
+        assert_released(llm)

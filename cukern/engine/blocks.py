@@ -1,4 +1,4 @@
-"""The pool of KV-cache blocks: which are free, and nothing else. A block's owner is the sequence whose table names
+"""The pool of KV-cache blocks: which are free, and nothing else. A block's owners are the sequences whose tables name
 it."""
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._free = list(range(num_blocks - 1, -1, -1))
+        self._shared: dict[int, int] = {}  # block to the number of its owners beyond the first
 
     @property
     def num_free(self) -> int:
@@ -49,12 +50,27 @@ class BlockPool:
         del self._free[len(self._free) - missing :]
         return True
 
+    def share(self, blocks: Iterable[int], table: list[int]) -> None:
+        """Let a block table begin with blocks of another one, which stay in use until both are released."""
+        for block in blocks:
+            self._shared[block] = self._shared.get(block, 0) + 1
+            table.append(block)
+
     def release(self, table: list[int]) -> None:
-        """Take back every block of a table and empty it."""
-        self._free.extend(reversed(table))
+        """Empty a block table and take back every block that no other one names."""
+        for block in reversed(table):
+            others = self._shared.pop(block, 0)
+            if not others:
+                self._free.append(block)
+            elif others > 1:
+                self._shared[block] = others - 1
         table.clear()
 
     def rebuild(self, tables: Iterable[list[int]]) -> None:
         """Make every block free that no table names: after an interruption in the middle of the bookkeeping."""
-        used = {block for table in tables for block in table}
-        self._free = [block for block in range(self.num_blocks - 1, -1, -1) if block not in used]
+        owners: dict[int, int] = {}
+        for table in tables:
+            for block in table:
+                owners[block] = owners.get(block, 0) + 1
+        self._free = [block for block in range(self.num_blocks - 1, -1, -1) if block not in owners]
+        self._shared = {block: count - 1 for block, count in owners.items() if count > 1}

@@ -223,7 +223,8 @@ class LLM:
         Notes
         -----
         Prompt and completion go through the model as one packed batch without padding, ``max_batched_tokens`` tokens a
-        step. Logits are kept for 512 tokens at a time. A prompt with several completions is computed with each.
+        step. Logits are kept for 512 tokens at a time. Several completions of one prompt share its blocks of the cache:
+        it is computed once, but for the last block.
         """
         engine = self.engine
         factor = _temperature(temperature)
@@ -239,7 +240,9 @@ class LLM:
                 name = f"completions[{i}]" if alone else f"completions[{i}][{j}]"
                 given = self._checked_ids(completion, name, special=False, empty="give at least one token to score")
                 self._check_length(len(ids), len(given), f"prompts[{i}]", f"with the {len(given)} tokens of {name}")
-                requests.append(Scoring(engine.next_number(), ids, given, factor))
+                request = Scoring(engine.next_number(), ids, given, factor)
+                request.follows = requests[-1] if j else None
+                requests.append(request)
                 owners.append(i)
         engine.run(requests)
         return [request.result(i) for request, i in zip(requests, owners)]

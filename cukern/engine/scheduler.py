@@ -95,30 +95,49 @@ class Scheduler:
             return True
         return bool(self.waiting) and len(self.running) < self.max_num_seqs and self._room(self.waiting[0])
 
-    def _room(self, sequence: Sequence) -> bool:
-        """Its blocks are free. One block a running request stays free, so that admission causes no pre-emption at
-        once."""
-        return blocks_for(len(sequence.tokens), self.pool.block_size) + len(self.running) <= self.pool.num_free
+    def _room(self, sequence: Sequence, shared: int = 0) -> bool:
+        """Its blocks beside shared ones are free. One block a running request stays free, so that admission causes no
+        pre-emption at once."""
+        needed = blocks_for(len(sequence.tokens), self.pool.block_size) - shared
+        return needed + len(self.running) <= self.pool.num_free
+
+    def _shared(self, sequence: Sequence, planned: dict[int, int]) -> int | None:
+        """Blocks of the request before it that hold the start of its prompt; None where they are not computed before
+        or in this step. The last token of the prompt is never among them: its logits are wanted."""
+        before = sequence.follows
+        if before is None or before not in self.running:
+            return 0
+        blocks = (sequence.num_prompt - 1) // self.pool.block_size
+        done = before.num_computed + planned.get(before.number, 0)
+        return blocks if done >= blocks * self.pool.block_size else None
 
     def _prefill(self) -> StepPlan | None:
         budget = self.max_batched_tokens
         sequences: list[Sequence] = []
-        counts: list[int] = []
+        planned: dict[int, int] = {}
         for sequence in self.running:  # prompts that an earlier step left unfinished
             if sequence.in_prompt and budget > 0:
                 sequences.append(sequence)
-                counts.append(min(sequence.num_pending, budget))
-                budget -= counts[-1]
+                planned[sequence.number] = min(sequence.num_pending, budget)
+                budget -= planned[sequence.number]
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             sequence = self.waiting[0]
-            if not self._room(sequence) or not self.pool.grow(sequence.blocks, len(sequence.tokens)):
+            shared = self._shared(sequence, planned)
+            if shared is None or not self._room(sequence, shared):
+                break
+            if shared and sequence.follows is not None:
+                self.pool.share(sequence.follows.blocks[:shared], sequence.blocks)
+                sequence.num_computed = shared * self.pool.block_size
+            if not self.pool.grow(sequence.blocks, len(sequence.tokens)):
+                self.pool.release(sequence.blocks)
+                sequence.num_computed = 0
                 break
             self.running.append(sequence)
             self.waiting.popleft()
             sequences.append(sequence)
-            counts.append(min(sequence.num_pending, budget))
-            budget -= counts[-1]
-        return StepPlan(sequences, counts, is_decode=False) if sequences else None
+            planned[sequence.number] = min(sequence.num_pending, budget)
+            budget -= planned[sequence.number]
+        return StepPlan(sequences, [planned[s.number] for s in sequences], is_decode=False) if sequences else None
 
     def _decode(self) -> StepPlan | None:
         ready: list[Sequence] = []
@@ -161,6 +180,8 @@ class Scheduler:
         for sequence in dropped:
             self._live.pop(sequence.number, None)
         live = sorted(self._live.values(), key=lambda s: s.number)
+        # What a follower shares may not have been computed: it starts again.
+        self.running = [s for s in self.running if s.number in self._live and s.follows is None]
         for sequence in live:
             sequence.forget_history()
             # Blocks are handed out before they are struck off the free list; a request caught before its admission
@@ -168,6 +189,5 @@ class Scheduler:
             if sequence not in self.running:
                 sequence.blocks.clear()
                 sequence.num_computed = 0
-        self.running = [s for s in self.running if s.number in self._live]
         self.waiting = deque(s for s in live if s not in self.running)
         self.pool.rebuild(s.blocks for s in live)

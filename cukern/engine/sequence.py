@@ -72,9 +72,12 @@ class Sequence:
     ----------
     draws : bool
         Tokens are generated. False: the tokens are all known, and only their log-probabilities are wanted (`Scoring`).
+    follows : Sequence or None
+        A request with the same prompt, queued just before, whose blocks of the prompt serve this one too.
     """
 
     draws = True
+    follows: Sequence | None = None
 
     def __init__(
         self,
