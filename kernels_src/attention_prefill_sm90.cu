@@ -9,7 +9,7 @@
 // Launch    Persistent: at most one block to a multiprocessor, (Groups + 1) * 128 threads. Work items are pairs (query tile of
 //           64 * Groups rows, head), long ones first, dealt out forwards and backwards in turn.
 // Template  T half | bf16; D; Kind of layout; Groups consumer warpgroups of 64 rows; Stages tiles of K and of V in shared memory.
-//           One warp of the first warpgroup copies; it also tells the consumers what they work on.
+//           Of the first warpgroup, one warp finds work, one copies queries and keys, one values.
 // Numerics  tiles of 64 keys, chunks of 128 keys from key 0, merged in ascending order by common/softmax.cuh: the bits of
 //           attention_prefill.cu.
 // Measured  see docs/performance.md
@@ -21,15 +21,22 @@
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 
-constexpr int TILE = 64;          // keys per online-softmax step (numerics contract), two steps to a chunk
-constexpr int BLOCK_BYTES = 8192;  // 64 rows of 64 columns
+constexpr int TILE_SHIFT = 6, TILE = 64;  // keys per online-softmax step (numerics contract), two steps to a chunk
+constexpr int BLOCK_BYTES = 8192;         // 64 rows of 64 columns
 
-// What a warpgroup is to do, told through shared memory. steps < 0: nothing any more.
+// A query tile of a head, told through shared memory. steps < 0: nothing any more.
 struct __align__(8) Item {
-  int steps, tiles;  // K/V tiles that are copied for the block; those of them that this warpgroup looks at
-  int limit, len;    // row r of the warpgroup sees the keys [0, min(limit + r, len))
-  int valid, head;   // rows that exist
-  i64 out_row;       // of the first row
+  i64 out_row;           // of the first row
+  int rows, limit, len;  // rows that exist; row r sees the keys [0, min(limit + r, len))
+  int steps;             // K/V tiles that any row looks at
+  int head, kv_head;
+  int q_row, k_row;  // where rows and keys begin in q, k and v
+  int sequence;      // of dense arrays, or of the table of pages
+};
+constexpr int ITEMS = 4;  // told ahead
+
+template <bool Value> struct Is {
+  static constexpr bool value = Value;
 };
 
 // Turns the scores of a tile into p, packed as A fragments, and updates m and l. First: of a chunk; m and l are then written
@@ -76,6 +83,9 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
                            int max_blocks, int page_shift, int num_blocks, int items, int causal, float scale, float c) {
   constexpr int Rows = 64 * Groups, TileBytes = D / 64 * BLOCK_BYTES;
   static_assert(D == 64 || D == 128, "see the head of the file");
+  // Registers of a thread, of those that copy and of those that compute: together what the block starts with, or it waits for ever.
+  constexpr int Many = Groups == 3 ? 160 : D == 128 ? 240 : 232, Few = Groups == 3 ? 32 : D == 128 ? 24 : 40;
+  static_assert(Many * Groups + Few <= 65536 / ((Groups + 1) * 128) / 8 * 8 * (Groups + 1), "as many as there are");
   static_assert((Stages & (Stages - 1)) == 0, "tile number n of all is in stage n % Stages, in phase n / Stages");
   extern __shared__ __align__(1024) unsigned char smem[];
   unsigned char *const s_k = smem + Groups * TileBytes, *const s_v = s_k + Stages * TileBytes;
@@ -83,8 +93,9 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
   u64 *const k_full = reinterpret_cast<u64 *>(s_kept + Groups * 128 * 16), *const k_empty = k_full + Stages;
   u64 *const v_full = k_empty + Stages, *const v_empty = v_full + Stages;
   u64 *const q_full = v_empty + Stages, *const q_empty = q_full + Groups;
-  Item *const told = reinterpret_cast<Item *>(q_empty + Groups);  // [2][Groups]: an item is there until the next one is begun
-  int *const lost = reinterpret_cast<int *>(told + 2 * Groups);  // a bit for every 16 keys of a K tile whose page is not in the cache
+  u64 *const item_full = q_empty + Groups, *const item_empty = item_full + ITEMS;
+  Item *const items_told = reinterpret_cast<Item *>(item_empty + ITEMS);
+  u32 *const lost = reinterpret_cast<u32 *>(items_told + ITEMS);  // bit i: the i-th page of a K tile is not in the cache
 
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), lane = threadIdx.x & 31;
   if (threadIdx.x == 0) {
@@ -101,6 +112,11 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
       mbarrier_init(q_full + i, 1);
       mbarrier_init(q_empty + i, 4);
     }
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+      mbarrier_init(item_full + i, 1);
+      mbarrier_init(item_empty + i, Groups * 4 + 2);  // every consumer warp, and those that copy
+    }
     mbarrier_init_fence();
     prefetch_tensor_map(&q_map);
     prefetch_tensor_map(&k_map);
@@ -108,117 +124,133 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
   }
   __syncthreads();
 
-  if (warpgroup == 0) {  // producer
-    if constexpr (Groups <= 3) fewer_registers<32>();
-    if (threadIdx.x >= 32) return;
-    u32 copied = 0, begun = 0;  // tiles, items
-    // Lengths are clamped to the arrays: wrong ones on the device must not reach other memory.
-    const int most = Kind == Paged ? (int)min((i64)max_blocks << page_shift, (i64)0x7fffffff) : kv_tokens;
-    const PackedLengths<Kind == Paged> lengths{cu_q, cu_k, seq_lens, q_tokens, most};
-    PackedTiles<Rows, Kind == Paged> packed;
-    for (u32 first = 0;; first += gridDim.x) {
-      const u32 number = first + (first / gridDim.x & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-      const int head = number % num_heads, slot = number / num_heads;
-      int b, tile, q_begin = 0, n = q_tokens, k_begin = 0, len = kv_tokens;
-      if constexpr (Kind != Dense) {
-        if (!packed.find(lengths, batch, causal, slot, b, tile)) break;
-        q_begin = lengths.q_begin(b);
-        n = lengths.rows(b);
-        k_begin = lengths.k_begin(b);
-        len = lengths.keys(b);
-      } else {
-        if (first >= (u32)items) break;
-        if (number >= (u32)items) continue;
-        b = slot % batch;
-        tile = ceil_div(q_tokens, Rows) - 1 - slot / batch;
-      }
-      const int row0 = tile * Rows, shift = causal ? len - n + 1 : 1 << 30;
-      const int kv_head = head / group, k_sequence = Kind != Dense ? 0 : b;
-      const int steps = ceil_div(max(min(min(row0 + Rows, n) - 1 + shift, len), 0), TILE);
-
-#pragma unroll
-      for (int w = 0; w < Groups; ++w) {
-        mbarrier_wait(q_empty + w, ~begun & 1);
+  if (warpgroup == 0) {
+    fewer_registers<Few>();
+    const int warp = threadIdx.x >> 5;
+    if (warp == 1) {  // finds work
+      u32 count = 0;
+      auto next_item = [&]() -> Item & {  // a place for the next item, once it is free
+        mbarrier_wait(item_empty + count % ITEMS, ~(count / ITEMS) & 1);
+        return items_told[count % ITEMS];
+      };
+      auto tell = [&]() {
+        if (lane == 0) mbarrier_arrive(item_full + count % ITEMS);
+        ++count;
+      };
+      // Lengths are clamped to the arrays: wrong ones on the device must not reach other memory.
+      const int most = Kind == Paged ? (int)min((i64)max_blocks << page_shift, (i64)0x7fffffff) : kv_tokens;
+      const PackedLengths<Kind == Paged> lengths{cu_q, cu_k, seq_lens, q_tokens, most};
+      PackedTiles<Rows, Kind == Paged> packed;
+      // rounds go forwards and backwards through the blocks in turn
+      for (u32 number = blockIdx.x;; number += 2 * (count & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x) + 1) {
+        const int slot = number / num_heads;
+        int b, tile, q_begin = 0, n = q_tokens, k_begin = 0, len = kv_tokens;
+        if constexpr (Kind != Dense) {
+          if (!packed.find(lengths, batch, causal, slot, b, tile)) break;
+          q_begin = lengths.q_begin(b);
+          n = lengths.rows(b);
+          k_begin = lengths.k_begin(b);
+          len = lengths.keys(b);
+        } else {
+          if (number >= (u32)items) break;
+          b = slot % batch;
+          tile = ceil_div(q_tokens, Rows) - 1 - slot / batch;
+        }
+        Item &item = next_item();
         if (lane == 0) {
-          Item &item = told[(begun & 1) * Groups + w];
-          const int row = row0 + w * 64, limit = row + shift;
-          item.steps = steps;
-          item.tiles = row < n ? ceil_div(max(min(min(row + 64, n) - 1 + shift, len), 0), TILE) : 0;
+          const int head = number % num_heads;
+          const int row = tile * Rows, limit = row + (causal ? len - n + 1 : 1 << 30);
+          item.rows = n - row;
           item.limit = limit;
           item.len = len;
-          item.valid = n - row;
+          item.steps = ceil_div(max(min(min(Rows, n - row) - 1 + limit, len), 0), TILE);
           item.head = head;
-          item.out_row = (Kind != Dense ? 0 : (i64)b * q_tokens) + q_begin + row;
-          mbarrier_arrive_expect(q_full + w, TileBytes);
-          tma_load_5d(smem + w * TileBytes, &q_map, q_full + w, 0, q_begin + row, 0, head, Kind != Dense ? 0 : b);
+          item.kv_head = head / group;
+          item.q_row = q_begin + row;
+          item.k_row = k_begin;
+          item.sequence = b;
+          item.out_row = (Kind == Dense ? (i64)b * q_tokens : 0) + q_begin + row;
         }
-        __syncwarp();
+        tell();
       }
-      ++begun;
-
-      // pages 32 at a time, one to a lane
-      const int *table = nullptr;
-      int pages = -1;
-      if constexpr (Kind == Paged) table = tables + (i64)b * max_blocks;
-      for (int t = 0; t < steps; ++t, ++copied) {
-        const int stage = copied % Stages;
-        const u32 free = ~(copied / Stages) & 1;
-        if constexpr (Kind == Paged) {
-          const int page0 = t * TILE >> page_shift;
-          if (t == 0 || (page0 & 31) == 0) {
-            const int column = (page0 & ~31) + lane;
-            if (t == 0 || (t - 1) * TILE >> page_shift != page0)
-              pages = ((i64)column << page_shift) < len ? __ldg(table + column) : -1;
-          }
-          // a lane copies a box: its keys from 16 * part on, all columns or a block of 64
-          const int box = min(1 << page_shift, TILE), boxes = TILE / box * (box < TILE ? D / 64 : 1);
-          const int key = lane / (box < TILE ? D / 64 : 1) * box, column = box < TILE ? lane % (D / 64) : 0;
-          const int at = t * TILE + (key & (TILE - 1));
-          const int block = __shfl_sync(0xffffffffu, pages, (at >> page_shift) & 31);
-          const bool inside = (u32)block < (u32)num_blocks;
-          const u32 missing = __ballot_sync(0xffffffffu, lane < boxes && column == 0 && at < len && !inside);
-          const int row = at & ((1 << page_shift) - 1), page = inside ? block : num_blocks;
-          mbarrier_wait(k_empty + stage, free);
-          if (lane == 0) {
-            int bits = 0;
-            if (missing)
-              for (int i = 0; i < TILE / 16; ++i)
-                bits |= (missing >> (i * 16 / box * (box < TILE ? D / 64 : 1)) & 1) << i;
-            lost[stage] = bits;
-            mbarrier_arrive_expect(k_full + stage, TileBytes);
-          }
-          __syncwarp();
-          if (lane < boxes)
-            tma_load_5d(s_k + stage * TileBytes + column * BLOCK_BYTES + key * 128, &k_map, k_full + stage, 0, row, column,
-                        kv_head, page);
-          mbarrier_wait(v_empty + stage, free);
-          if (lane == 0) mbarrier_arrive_expect(v_full + stage, TileBytes);
-          __syncwarp();
-          if (lane < boxes)
-            tma_load_5d(s_v + stage * TileBytes + column * BLOCK_BYTES + key * 128, &v_map, v_full + stage, 0, row, column,
-                        kv_head, page);
-        } else if (lane == 0) {
-          mbarrier_wait(k_empty + stage, free);
-          mbarrier_arrive_expect(k_full + stage, TileBytes);
-          tma_load_5d(s_k + stage * TileBytes, &k_map, k_full + stage, 0, k_begin + t * TILE, 0, kv_head, k_sequence);
-          mbarrier_wait(v_empty + stage, free);
-          mbarrier_arrive_expect(v_full + stage, TileBytes);
-          tma_load_5d(s_v + stage * TileBytes, &v_map, v_full + stage, 0, k_begin + t * TILE, 0, kv_head, k_sequence);
-        }
-      }
-      __syncwarp();
-    }
+      Item &item = next_item();
+      if (lane == 0) item.steps = -1;
+      tell();
+    } else if (warp == 0 || warp == 2) {  // copies queries and keys, or values
+      auto copy = [&](auto what) {
+        constexpr bool values = decltype(what)::value;
+        const TensorMap *const map = values ? &v_map : &k_map;
+        unsigned char *const ring = values ? s_v : s_k;
+        u64 *const full = values ? v_full : k_full, *const empty = values ? v_empty : k_empty;
+        u32 copied = 0;  // tiles
+        for (u32 count = 0;; ++count) {
+          mbarrier_wait(item_full + count % ITEMS, count / ITEMS & 1);
+          const Item &item = items_told[count % ITEMS];
+          const int steps = item.steps;
+          if constexpr (!values) {
 #pragma unroll
-    for (int w = 0; w < Groups; ++w) {
-      mbarrier_wait(q_empty + w, ~begun & 1);
-      if (lane == 0) {
-        told[(begun & 1) * Groups + w].steps = -1;
-        mbarrier_arrive(q_full + w);
-      }
+            for (int w = 0; w < Groups; ++w) {
+              mbarrier_wait(q_empty + w, ~count & 1);
+              if (lane != 0) continue;
+              if (steps < 0) {
+                mbarrier_arrive(q_full + w);
+              } else {
+                mbarrier_arrive_expect(q_full + w, TileBytes);
+                tma_load_5d(smem + w * TileBytes, &q_map, q_full + w, 0, item.q_row + w * 64, 0, item.head,
+                            Kind == Dense ? item.sequence : 0);
+              }
+            }
+          }
+          if (steps < 0) break;
+          const int kv_head = item.kv_head, k_row = item.k_row, sequence = item.sequence, len = item.len;
+          __syncwarp();
+          if (lane == 0) mbarrier_arrive(item_empty + count % ITEMS);
+
+          int pages = -1;  // 32 at a time, one to a lane
+          for (int t = 0; t < steps; ++t, ++copied) {
+            const int stage = copied % Stages;
+            const u32 free = ~(copied / Stages) & 1;
+            if constexpr (Kind == Paged) {
+              const int page0 = t * TILE >> page_shift;
+              if (t == 0 || ((page0 & 31) == 0 && (t - 1) * TILE >> page_shift != page0)) {
+                const int column = page0 + lane;
+                pages = ((i64)column << page_shift) < len ? __ldg(tables + (i64)sequence * max_blocks + column) : -1;
+              }
+              // a lane copies what a tile takes of one page: whole rows, or (short pages) 64 columns at a time
+              const int shift = min(page_shift, TILE_SHIFT), at = t * TILE + (lane << shift);
+              int page = __shfl_sync(0xffffffffu, pages, (at >> page_shift) & 31);
+              const bool mine = lane < TILE >> shift, inside = (u32)page < (u32)num_blocks;
+              const u32 missing = __ballot_sync(0xffffffffu, mine && at < len && !inside);
+              if (!inside) page = num_blocks;  // arrives as zeros
+              mbarrier_wait(empty + stage, free);
+              if (lane == 0) {
+                if constexpr (!values) lost[stage] = missing;
+                mbarrier_arrive_expect(full + stage, TileBytes);
+              }
+              __syncwarp();
+              if (mine) {
+                unsigned char *const to = ring + stage * TileBytes + (lane << shift) * 128;
+#pragma unroll 1
+                for (int column = 0; column < (shift < TILE_SHIFT ? D / 64 : 1); ++column)
+                  tma_load_5d(to + column * BLOCK_BYTES, map, full + stage, 0, at & ((1 << page_shift) - 1), column, kv_head, page);
+              }
+            } else if (lane == 0) {
+              mbarrier_wait(empty + stage, free);
+              mbarrier_arrive_expect(full + stage, TileBytes);
+              tma_load_5d(ring + stage * TileBytes, map, full + stage, 0, k_row + t * TILE, 0, kv_head,
+                          Kind == Dense ? sequence : 0);
+            }
+          }
+          __syncwarp();
+        }
+      };
+      if (warp == 0)
+        copy(Is<false>{});
+      else
+        copy(Is<true>{});
     }
   } else {  // consumers
-    if constexpr (Groups == 2) more_registers<240>();
-    if constexpr (Groups == 3) more_registers<160>();
+    more_registers<Many>();
     const int consumer = warpgroup - 1, warp = threadIdx.x >> 5 & 3;
     const unsigned char *const s_q = smem + consumer * TileBytes + (warp * 16 + (lane & 15)) * 128;
     const u64 k_base = wgmma_descriptor(s_k), v_base = wgmma_descriptor_n_major(s_v, BLOCK_BYTES);
@@ -231,19 +263,22 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
     u32 n = 0;  // the tile that comes next, counted through all items
     for (u32 items_done = 0;; ++items_done) {
       mbarrier_wait(q_full + consumer, items_done & 1);
-      const Item *const item = told + (items_done & 1) * Groups + consumer;
-      auto told_all = [](int x) { return __shfl_sync(0xffffffffu, x, 0); };  // for the compiler: into uniform registers
-      const int steps = told_all(item->steps), tiles = told_all(item->tiles);
+      const Item *const item = items_told + items_done % ITEMS;
+      auto uniform = [](int x) { return __shfl_sync(0xffffffffu, x, 0); };  // into registers that a warp shares
+      const int steps = uniform(item->steps);
       if (steps < 0) break;
-      const u32 end = n + tiles;
-      const u32 plain = n + told_all(min(max(item->limit, 0), item->len) / TILE);  // from tile `plain` on: masks
+      // tiles with a key that a row of this warpgroup sees; from tile `plain` on some do not see every key
+      const int row0 = consumer * 64, limit = item->limit + row0;
+      const int seen = row0 < item->rows ? min(min(item->rows - row0, 64) - 1 + limit, item->len) : 0;
+      const u32 end = n + uniform(ceil_div(max(seen, 0), TILE));
+      const u32 plain = n + uniform(min(max(limit, 0), item->len) / TILE), begin = n;
 #pragma unroll
       for (int kk = 0; kk < D / 16; ++kk)
         ldmatrix_x4(q[kk], s_q + kk / 4 * BLOCK_BYTES + ((kk % 4 * 2 + (lane >> 4) ^ (lane & 7)) << 4));
       __syncwarp();
       if (lane == 0) mbarrier_arrive(q_empty + consumer);
 
-      auto key_of = [&](u32 t) { return (int)(t - end + tiles) * TILE; };
+      auto key_of = [&](u32 t) { return (int)(t - begin) * TILE; };
       auto release = [&](u64 *empty, u32 tile) {  // this warp has read it
         if (lane == 0) mbarrier_arrive(empty + tile % Stages);
       };
@@ -277,15 +312,17 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
       };
       auto mask = [&](u32 t) {
         if constexpr (Kind == Paged) {
-          const int bad = lost[t % Stages];
-          if (bad) {
+          const u32 boxes = lost[t % Stages];
+          if (boxes != 0) {
+            const int shift = min(page_shift, TILE_SHIFT);
 #pragma unroll
             for (int e = 0; e < TILE / 2; ++e)
-              if (bad >> (e / 8) & 1) s[e] = CUKERN_NAN;
+              if (boxes >> (e / 8 * 16 >> shift) & 1) s[e] = CUKERN_NAN;
           }
         }
         if (t >= plain) {
-          const int key = key_of(t) + (lane & 3) * 2, row = item->limit + warp * 16 + (lane >> 2), len = item->len;
+          const int key = key_of(t) + (lane & 3) * 2, len = item->len;
+          const int row = item->limit + consumer * 64 + warp * 16 + (lane >> 2);
           const int bound[2] = {min(row, len) - key, min(row + 8, len) - key};
 #pragma unroll
           for (int e = 0; e < TILE / 2; ++e)
@@ -330,7 +367,6 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
 #pragma unroll
       for (int e = 0; e < D / 2; ++e) total[e] = 0.f;
       if (n != end) {
-        const u32 begin = n;
         multiply_keys(n);
         wgmma_commit();  // an empty group, in the place of the products with V
         for (;; n += 2) {
@@ -380,16 +416,16 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
         values_done(odd, end - 1);
         add_chunk();
       }
-      n = end - tiles + steps;
-      for (u32 t = end; t != n; ++t) {  // tiles for the other warpgroups
+      for (u32 t = end; t != begin + steps; ++t) {  // tiles for the other warpgroups
         mbarrier_wait(k_full + t % Stages, t / Stages & 1);
         release(k_empty, t);
         mbarrier_wait(v_full + t % Stages, t / Stages & 1);
         release(v_empty, t);
       }
+      n = begin + steps;
 
-      const int valid = item->valid, head = item->head;
-      const i64 out_row = item->out_row;
+      const int valid = item->rows - consumer * 64, head = item->head;
+      const i64 out_row = item->out_row + consumer * 64;
       const Kept last = *kept;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -401,6 +437,8 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
         for (int e = 0; e < D / 2; ++e)
           if ((e >> 1 & 1) == i) total[e] = __fmul_rn(total[e], norm);
       }
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(item_empty + items_done % ITEMS);
       store_halves<D>(total, out + out_row * num_heads * D, 0, head * D, valid, num_heads * D);
     }
   }

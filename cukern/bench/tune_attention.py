@@ -17,19 +17,31 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from cukern.ops import _attention_sm90 as hopper
+from cukern.ops._attention_sm90 import HopperVariant
 from cukern.ops.attention_decode import _attention_decode_splits, select_splits
 from cukern.ops.attention_prefill import Variant, _attention_prefill_variant, attention_prefill, candidates, select
 from cukern.reference.attention_decode import attention_decode as reference_decode
 from cukern.reference.attention_prefill import attention_prefill as reference_prefill
 
-_PREFILL = [(8, 2048), (1, 8192), (2, 8192)]
+_PREFILL = [(8, 2048), (1, 8192), (2, 8192), (1, 16384)]
 _DECODE = [(b, n) for b in (1, 64) for n in (128, 1024, 4096, 32768)]
 _PAGE = 16
 
 
-def _options(head_dim: int) -> list[Variant]:
+def _options(head_dim: int) -> list[Variant | HopperVariant]:
+    from cukern.jit import device
+
     extra = [Variant(8, 2), Variant(8, 1), Variant(4, 1)] if head_dim <= 128 else []
-    return list(dict.fromkeys([*candidates(head_dim), *extra]))
+    on_hopper = device().arch == hopper.ARCH and head_dim in hopper.HEAD_DIMS
+    return list(dict.fromkeys([*(hopper.candidates(head_dim) if on_hopper else ()), *candidates(head_dim), *extra]))
+
+
+def _label(variant: Variant | HopperVariant) -> str:
+    """Warps or warpgroups, and stages."""
+    if isinstance(variant, HopperVariant):
+        return f"{variant.groups}g{variant.stages}s"
+    return f"{variant.warps}w{variant.stages}s"
 
 
 def _normal(cupy: Any, shape: tuple[int, ...], dtype: Any, seed: int) -> Any:
@@ -166,17 +178,20 @@ def time_prefill(cupy: Any, dtype: Any, head_dim: int, heads: int, kv_heads: int
         q = _normal(cupy, (batch, length, heads, head_dim), dtype, 8)
         k, v = (_normal(cupy, (batch, length, kv_heads, head_dim), dtype, seed) for seed in (9, 10))
         out = cupy.empty_like(q)
-        chosen = select(head_dim, batch * length, batch, heads, info.sm_count, info.shared_mem_per_sm)
+        options = _options(head_dim)
+        chosen = options[0]
+        if isinstance(chosen, Variant):
+            chosen = select(head_dim, batch * length, batch, heads, info.sm_count, info.shared_mem_per_sm)
         for causal in (True, False):
             flops = 4.0 * batch * heads * length * length * head_dim / (2 if causal else 1)
             peers = _torch_us(cupy, q, k, v, causal, rounds)
             line = [f"{name} {flops / us * 1e-6:.0f}" for name, us in peers.items()]
-            for variant in _options(head_dim):
+            for variant in options:
                 launch = partial(_attention_prefill_variant, variant, q, k, v, causal=causal, out=out)
                 us = _graph_us(cupy, [launch] * 3, rounds)
                 ratio = f" ({peers['flash'] / us:.2f}x)" if "flash" in peers else ""
                 mark = "*" if variant == chosen else ""
-                line.append(f"{mark}{variant.warps}w{variant.stages}s {flops / us * 1e-6:.0f}{ratio}")
+                line.append(f"{mark}{_label(variant)} {flops / us * 1e-6:.0f}{ratio}")
             print(f"  ({batch}, {length}) {'causal' if causal else 'full  '}  " + "  ".join(line))
 
 

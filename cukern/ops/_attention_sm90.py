@@ -52,10 +52,10 @@ class HopperVariant:
         return 128 * (self.groups + 1)
 
     def shared_mem(self, head_dim: int) -> int:
-        """Queries, ring, 16 bytes to a consumer, barriers, two items of 32 bytes to a warpgroup, a word to a stage."""
+        """Queries, ring, 16 bytes to a consumer, barriers, four items of 48 bytes, a word to a stage."""
         tiles = (self.groups + 2 * self.stages) * ATTN_TILE * head_dim * 2
-        barriers = 8 * (4 * self.stages + 2 * self.groups)
-        return tiles + 16 * 128 * self.groups + barriers + 2 * 32 * self.groups + 4 * self.stages
+        barriers = 4 * self.stages + 2 * self.groups + 2 * 4
+        return tiles + 16 * 128 * self.groups + 8 * barriers + 4 * 48 + 4 * self.stages
 
     def template(self, ctype: str, head_dim: int, layout: Layout) -> tuple[str | int, ...]:
         """Template arguments of the kernel."""
@@ -64,7 +64,9 @@ class HopperVariant:
 
 def candidates(head_dim: int) -> list[HopperVariant]:
     """What is worth timing, the choice first."""
-    return [HopperVariant(2, 8 if head_dim == 64 else 4)]
+    if head_dim == 64:
+        return [HopperVariant(2, 8), HopperVariant(3, 8)]
+    return [HopperVariant(2, 4)]
 
 
 def select(head_dim: int) -> HopperVariant:

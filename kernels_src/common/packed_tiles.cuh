@@ -3,6 +3,7 @@
 // Test: tests/test_attention_prefill_sm90.py
 #pragma once
 #include "common/types.cuh"
+#include "ptx/opaque.cuh"
 
 // Rows and keys of a sequence, clamped to the arrays: a wrong cu_seqlens or seq_lens must not reach other memory.
 template <bool Pages> struct PackedLengths {
@@ -41,23 +42,22 @@ template <int Rows, bool Pages> struct PackedTiles {
 
   // False: no tile has this rank.
   __device__ __forceinline__ bool find(const Lengths &lengths, int batch, bool causal, int rank, int &sequence, int &tile) {
-    const int lane = threadIdx.x & 31;
+    const int lane = opaque(threadIdx.x) & 31;
     while (rank >= before + here) {
-      int next = None, sum = 0;
+      int next = None, most = 0;  // the next level that has tiles, and how many this lane knows of
 #pragma unroll 1
       for (int b = lane; b < batch; b += 32) {
         int tiles, low, top;
-        levels(lengths, b, causal, tiles, low, top);
+        levels(lengths, opaque(b), causal, tiles, low, top);  // or addresses of the next b would take registers
         const int highest = min(top, level - 1);
-        if (tiles > 0 && highest >= low) next = max(next, highest);
+        if (tiles <= 0 || highest < max(low, next)) continue;
+        most = (highest == next ? most : 0) + (causal ? 1 : tiles);
+        next = highest;
       }
-      next = __reduce_max_sync(0xffffffffu, next);
-      if (next == None) return false;
-      level = next;
-#pragma unroll 1
-      for (int b = lane; b < batch; b += 32) sum += count(lengths, b, batch, causal);
+      level = __reduce_max_sync(0xffffffffu, next);
+      if (level == None) return false;
       before += here;
-      here = __reduce_add_sync(0xffffffffu, sum);
+      here = __reduce_add_sync(0xffffffffu, next == level ? most : 0);
     }
     int left = rank - before;
     for (int b0 = 0;; b0 += 32) {
