@@ -374,8 +374,8 @@ class LLM:
         if not ids:
             raise ValueError(f"{name} is empty; {empty}")
         vocab = self.model.config.vocab_size
-        outside = next((i for i in ids if not 0 <= i < vocab), None)
-        if outside is not None:
+        if min(ids) < 0 or max(ids) >= vocab:
+            outside = next(i for i in ids if not 0 <= i < vocab)
             raise ValueError(f"{name} has token id {outside}, outside the vocabulary 0..{vocab - 1}")
         return ids
 
@@ -542,7 +542,9 @@ def _temperature(value: Any) -> float:
 def _token_ids(prompt: Any, name: str) -> list[int]:
     if _unordered(prompt):
         raise TypeError(f"{name} must be a text or token ids, got {type(prompt).__name__}")
-    ids = list(prompt)
+    ids = prompt.tolist() if isinstance(prompt, np.ndarray) else list(prompt)
+    if set(map(type, ids)) <= {int}:  # the usual case, without a look at each in Python
+        return ids
     wrong = next((i for i in ids if isinstance(i, bool) or not isinstance(i, (int, np.integer))), None)
     if wrong is not None:
         raise TypeError(f"{name} must hold integer token ids, got {wrong!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -165,11 +166,8 @@ class Runner:
         owner = np.repeat(np.arange(len(counts)), counts)
         positions = np.arange(cu_seqlens[-1]) - cu_seqlens[owner] + starts[owner]
         slots = tables[owner, positions // size].astype(np.int64) * size + positions % size
-        tokens = np.fromiter(
-            (t for s, n in zip(plan.sequences, plan.counts) for t in s.tokens[s.num_computed : s.num_computed + n]),
-            np.int32,
-            int(cu_seqlens[-1]),
-        )
+        pieces = [s.tokens[s.num_computed : s.num_computed + n] for s, n in zip(plan.sequences, plan.counts)]
+        tokens = np.array(list(itertools.chain.from_iterable(pieces)) if len(pieces) > 1 else pieces[0], np.int32)
         return {
             "slot_mapping": slots,
             "logits_indices": cu_seqlens[1:][plan.sampled] - 1,
