@@ -134,6 +134,8 @@ def other_chunks(*args: Any, **options: Any) -> Any:
 
 
 LINEAR = ops.linear
+HALF = pytest.mark.parametrize("gpu", ["float16"], indirect=True)
+"""The other dtype would tell nothing new."""
 
 
 # -- on the CPU, emulated ------------------------------------------------------------------------------------------
@@ -238,6 +240,7 @@ def test_portable_kernels(gpu: Scene) -> None:
 
 
 @pytest.mark.gpu
+@HALF
 def test_portable_kernels_with_other_segments_differ(gpu: Scene) -> None:
     """The control of the test above: sums in another order, by the same kernels."""
     which = range(len(gpu.lengths))
@@ -246,6 +249,7 @@ def test_portable_kernels_with_other_segments_differ(gpu: Scene) -> None:
 
 
 @pytest.mark.gpu
+@HALF
 @pytest.mark.parametrize("fault", [by_cublas, split_by_rows])
 def test_products_that_depend_on_the_rows_differ(gpu: Scene, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A control of every route: alone, in a batch, whole and in pieces."""
@@ -261,6 +265,7 @@ def test_products_that_depend_on_the_rows_differ(gpu: Scene, fault: Any, monkeyp
 
 
 @pytest.mark.gpu
+@HALF
 def test_chunks_that_differ_from_those_of_decoding_show(gpu: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     which = range(len(gpu.lengths))
     monkeypatch.setattr(ops, "attention_prefill", other_chunks)
@@ -286,6 +291,7 @@ print("wrong:", sorted(scene.wrong(which, found)))
 
 
 @pytest.mark.gpu
+@HALF
 def test_another_process(gpu: Scene, tmp_path: Path) -> None:
     texts = np.empty((len(gpu.texts), 3), object)
     for i, text in enumerate(gpu.texts):
