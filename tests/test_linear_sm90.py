@@ -17,7 +17,7 @@ from fake_cuda import FakeCuda, FakeLibrary, uninstall
 import cukern
 from cukern import jit
 from cukern.jit.arch import Target
-from cukern.jit.tensor_map import matrix_map
+from cukern.jit.tensor_map import matrix_map, result_map
 from cukern.ops import _linear_sm90 as hopper
 from cukern.ops import _linear_variants as portable
 from cukern.ops._linear_sm90 import HopperVariant, SplitVariant, Variant
@@ -36,7 +36,10 @@ FORCED = [
     HopperVariant(3, 1, 1, 128, 5, 1, 2, lag=1),
     HopperVariant(1, 1, 1, 64, 8, 2, 1),
     HopperVariant(1, 2, 1, 128, 8),
+    HopperVariant(1, 1, 1, 32, 16, 1, 4, x_rows=16),
+    HopperVariant(1, 1, 1, 48, 8, 1, 2, x_rows=48),
     SplitVariant(1, 64, 8, 4),
+    SplitVariant(1, 40, 4, 8, x_rows=16),
     SplitVariant(2, 32, 6, 2),
     SplitVariant(1, 128, 4, 8),
 ]
@@ -147,8 +150,11 @@ def test_chosen_variants_and_repeats(rng: np.random.Generator, dtype: Any) -> No
 @pytest.mark.parametrize(("variant", "segment"), EVERY, ids=str)
 def test_compiles_without_spills_and_stays_asynchronous(variant: Variant, segment: int) -> None:
     assert variant.fits(1024, segment)
-    for out in ("half", "float"):
-        kernel = jit.kernel("linear_sm90.cu", variant.kernel, ("half", out, *variant.template(segment)))
+    for out, through in (("half", 0), ("half", 2), ("float", 1), ("float", 2)):
+        if through and not variant.passes(2 if out == "half" else 4):
+            continue
+        template = ("half", out, *variant.template(segment, through))
+        kernel = jit.kernel("linear_sm90.cu", variant.kernel, template)
         compiled = kernel._binary(Target(hopper.ARCH), keep=False)
         usage = compiled.usage[compiled.names[kernel.name]]
         assert (usage.spill_stores, usage.spill_loads, usage.stack) == (0, 0, 0)
@@ -161,7 +167,7 @@ def test_compiles_without_spills_and_stays_asynchronous(variant: Variant, segmen
 def test_declared_variants_are_for_hopper_alone() -> None:
     declared = hopper.kernel_variants()
     assert {item[4] for item in declared} == {("sm_90a",)}
-    assert {item[2][2:] for item in declared} <= {v.template(s) for v, s in EVERY}
+    assert {item[2][2:] for item in declared} <= {v.template(s, t) for v, s in EVERY for t in (0, 1, 2)}
 
 
 # ---------------------------------------------------------------------------------------------------- plan
@@ -188,7 +194,7 @@ def test_what_does_not_fit() -> None:
     for variant in (
         HopperVariant(2, 1, 1, 256, 5),  # shared memory
         HopperVariant(2, 1, 2, 256, 3),  # registers
-        HopperVariant(2, 1, 1, 72, 4),  # no such wgmma
+        HopperVariant(2, 1, 1, 56, 4),  # no such wgmma
         HopperVariant(2, 1, 1, 128, 3, lag=3),  # the ring is shorter than the lag
         HopperVariant(4, 1, 1, 64, 4),  # too many warpgroups
     ):
@@ -199,7 +205,7 @@ def test_what_does_not_fit() -> None:
     assert not split.fits(16384, 256)  # sums of 16 segments to a block
     assert split.shared_mem(3072) == 8 * (128 * 128 + 16) + 3 * 64 * 72 * 4
     with pytest.raises(ValueError, match="cannot run a weight"):
-        hopper._plan(good, "half", "half", 128, 1024, 1024, 132)
+        hopper._plan(good, "half", "half", 128, 1024, 1024, False, 132)
 
 
 def test_accepts() -> None:
@@ -242,29 +248,35 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
 def test_launch_passes_maps_and_sizes(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     library: Any = cuda.library
     monkeypatch.setattr("cukern.jit.devices.gpu_present", lambda: True)
-    cuda.expect([128, 128, 8, 8, 8, 4, 4, 4, 4])
+    cuda.expect([128, 128, 128, 8, 8, 4, 4, 4, 4, 4])
     m, n, k = 300, 1024, 512
     x, w, out = (cuda.array(s, np.float16) for s in ((m, k), (n, k), (m, n)))
     variant = HopperVariant(2, 1, 1, 128, 6, 2, 1, lag=2)
+    monkeypatch.setattr(hopper, "_LARGE_TILE", 1)
     assert hopper.launch(x, w, None, None, out, m, n, k, variant)
     (launched,), (values,) = library.launches, library.snapshots
     assert launched.grid == (4, 1, 1)  # the fake GPU has four multiprocessors
     assert launched.block == (384, 1, 1)
-    assert launched.shared_mem == variant.shared_mem(k) == 6 * (256 * 128 + 16)
+    assert launched.shared_mem == variant.shared_mem(k) == 6 * (256 * 128 + 16 + 16)
     assert struct.unpack_from("=3I", launched.attributes[0][1]) == (2, 1, 1)
-    assert all(address % 64 == 0 for address in launched.params[:2])
-    assert [struct.unpack_from("=Q", v)[0] for v in values[:2]] == [1, 2]
-    assert [struct.unpack("=Q", v)[0] for v in values[2:5]] == [0, 0, out.data.ptr]
-    assert [struct.unpack("=i", v)[0] for v in values[5:]] == [m, n, k, 8]
+    assert all(address % 64 == 0 for address in launched.params[:3])
+    assert [struct.unpack_from("=Q", v)[0] for v in values[:3]] == [1, 2, 3]
+    assert [struct.unpack("=Q", v)[0] for v in values[3:5]] == [0, out.data.ptr]
+    assert [struct.unpack("=i", v)[0] for v in values[5:]] == [m, n, k, 8, 0]
     # uint16, two axes, innermost first, stride in bytes, 128-byte swizzle, zeros outside; x whole, w in halves
     modes = [0, 3, 3, 0]
     assert library.encoded == [
         (1, 2, x.data.ptr, [k, m], [2 * k], [64, 128], [1, 1], modes),
         (1, 2, w.data.ptr, [k, n], [2 * k], [64, 64], [1, 1], modes),
+        (1, 2, out.data.ptr, [n, m], [2 * n], [64, 64], [1, 1], modes),  # results, by warpgroup
     ]
     assert hopper.launch(x, w, None, None, out, m, n, k, variant)
-    assert len(library.encoded) == 2  # remembered
+    assert len(library.encoded) == 3  # remembered
     assert len(library.launches) == 2
+    # a residual: float32, rows of 128 bytes
+    stream = cuda.array((m, n), np.float32)
+    assert hopper.launch(x, w, None, stream, stream, m, n, k, variant)
+    assert library.encoded[3:] == [(7, 2, stream.data.ptr, [n, m], [4 * n], [32, 64], [1, 1], modes)]
 
 
 def test_launch_leaves_the_rest_to_others(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,20 +312,61 @@ def test_tensor_map_refuses(arguments: tuple[int, ...], match: str) -> None:
         matrix_map(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ((8, 4, 64, 4, 64, 32), "address 0x8"),
+        ((16, 4, 62, 4, 64, 32), r"\[4, 62\]"),
+        ((16, 4, 64, 8, 64, 32), "8 bytes"),
+        ((16, 4, 64, 4, 257, 32), r"box \[257, 32\]"),
+        ((16, 4, 64, 2, 64, 128), r"box \[64, 128\]"),
+    ],
+)
+def test_result_map_refuses(arguments: tuple[int, ...], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        result_map(*arguments)
+
+
 # ---------------------------------------------------------------------------------------------------- epilogue
 
 EPILOGUE = """
 #include "common/fragment_rows.cuh"
 // Accumulator of (row, column) = 1000 row + column, as ptx/wgmma.cuh lays them out.
-template <int Columns, int Batch, class Out>
-__global__ void epilogue(const float *bias, const float *residual, Out *out, int row, int column, int m, int n) {
+__device__ float value(int row, int column) { return row * 64 + column; }
+template <int Columns>
+__device__ void fill(float (&v)[Columns / 2], int row, int column) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  float v[Columns / 2];
   for (int j = 0; j < Columns / 8; ++j)
     for (int e = 0; e < 4; ++e)
-      v[4 * j + e] = (row + 16 * warp + (lane >> 2) + 8 * (e >> 1)) * 64 + column + 8 * j + 2 * (lane & 3) + (e & 1);
+      v[4 * j + e] = value(row + 16 * warp + (lane >> 2) + 8 * (e >> 1), column + 8 * j + 2 * (lane & 3) + (e & 1));
+}
+template <int Columns, class Out>
+__global__ void epilogue(const float *bias, Out *out, int row, int column, int m, int n) {
+  float v[Columns / 2];
+  fill<Columns>(v, row, column);
   if (bias) add_bias<Columns>(v, bias, column, n);
-  store_rows<Columns, Batch>(v, residual, out, row, column, m, n);
+  store_rows<Columns>(v, out, row, column, m, n);
+}
+// Strip by strip through shared memory, laid out as the copy engine does.
+template <int Columns, class Out, bool Add>
+__global__ void through_strips(Out *out) {
+  constexpr int Strip = strip_columns<Out>(Columns), Bytes = Strip * sizeof(Out);
+  __shared__ __align__(1024) unsigned char tile[64 * Bytes];
+  float v[Columns / 2];
+  fill<Columns>(v, 0, 0);
+  auto place = [&](int i) {
+    const int byte = i * sizeof(Out), line = byte >> 7 & (Bytes / 16 - 1);
+    return reinterpret_cast<Out *>(tile + (byte ^ line << 4));
+  };
+#pragma unroll
+  for (int s = 0; s < Columns / Strip; ++s) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < 64 * Strip; i += 128) *place(i) = out[i / Strip * Columns + s * Strip + i % Strip];
+    __syncthreads();
+    pass_strip<Columns, Strip, Add, Out>(v, s, tile);
+    __syncthreads();
+    for (int i = threadIdx.x; i < 64 * Strip; i += 128) out[i / Strip * Columns + s * Strip + i % Strip] = *place(i);
+  }
 }
 __global__ void tiles(int *out, int tiles_m, int tiles_n, int group) {
   int i, j;
@@ -325,32 +378,34 @@ __global__ void tiles(int *out, int tiles_m, int tiles_n, int group) {
 
 
 @pytest.mark.parametrize(
-    ("columns", "batch", "row", "column", "n"),
-    [
-        (64, 8, 0, 0, 64),
-        (64, 4, 64, 64, 104),
-        (48, 2, 0, 48, 80),
-        (96, 12, 64, 0, 96),
-        (16, 2, 0, 32, 40),
-    ],
+    ("columns", "row", "column", "n"),
+    [(64, 0, 0, 64), (64, 64, 64, 104), (48, 0, 48, 80), (96, 64, 0, 96), (16, 0, 32, 40)],
 )
-def test_epilogue(columns: int, batch: int, row: int, column: int, n: int) -> None:
+def test_epilogue(columns: int, row: int, column: int, n: int) -> None:
     m = row + 51
     want = (np.arange(m)[:, None] * 64.0 + np.arange(n)).astype(np.float32)
     inside = np.zeros((m, n), bool)
     inside[row : row + 64, column : column + columns] = True
     bias = np.arange(n, dtype=np.float32)
-    residual = np.arange(m * n, dtype=np.float32).reshape(m, n)
     with cukern.emulate(check=True):
         for name, dtype in (("half", np.float16), ("bf16", ml_dtypes.bfloat16), ("float", np.float32)):
-            kernel = cukern.Kernel(EPILOGUE, f"epilogue<{columns}, {batch}, {name}>")
+            kernel = cukern.Kernel(EPILOGUE, f"epilogue<{columns}, {name}>")
             out = np.full((m, n), np.nan, dtype)
-            kernel(1, 128, (bias, None, out, row, column, m, n))
+            kernel(1, 128, (bias, out, row, column, m, n))
             np.testing.assert_array_equal(out[inside], (want + bias).astype(dtype)[inside])
             assert np.isnan(out[~inside].astype(np.float32)).all()
-        stream = residual.copy()
-        kernel(1, 128, (None, stream, stream, row, column, m, n))
-        np.testing.assert_array_equal(stream, np.where(inside, residual + want, residual))
+
+
+@pytest.mark.parametrize("columns", [16, 32, 48, 128, 176])
+def test_strips(columns: int, rng: np.random.Generator) -> None:
+    kinds = (("float", np.float32, False), ("float", np.float32, True), ("half", np.float16, False))
+    for name, dtype, add in kinds:
+        old = rng.integers(-1000, 1000, (64, columns)).astype(dtype)
+        out = old.copy()
+        with cukern.emulate(check=True):
+            cukern.Kernel(EPILOGUE, f"through_strips<{columns}, {name}, {str(add).lower()}>")(1, 128, (out,))
+        want = add * old.astype(np.float32) + np.arange(64)[:, None] * 64 + np.arange(columns)
+        np.testing.assert_array_equal(out, want.astype(dtype))
 
 
 @pytest.mark.parametrize(("tiles_m", "tiles_n", "group"), [(16, 4, 8), (5, 7, 2), (3, 9, 8), (1, 20, 4)])

@@ -8,11 +8,12 @@ from collections.abc import Callable
 
 from . import driver
 
-__all__ = ["TENSOR_MAP_BYTES", "heads_map", "matrix_map", "weight_map"]
+__all__ = ["TENSOR_MAP_BYTES", "heads_map", "matrix_map", "no_map", "result_map", "weight_map"]
 
 TENSOR_MAP_BYTES = 128
 # CUtensorMapDataType, -Interleave, -Swizzle, -L2promotion, -FloatOOBfill
 _UINT16, _NO_INTERLEAVE, _SWIZZLE_128, _PROMOTE_256, _FILL_ZEROS = 1, 0, 3, 3, 0
+_FLOAT32, _SWIZZLES = 7, {32: 1, 64: 2, 128: 3}  # by the bytes of a row of a box
 _MAX_BOX = 256
 _MAX_STRIDE = 1 << 40
 
@@ -165,7 +166,65 @@ def weight_map(address: int, parts: int, rows: int, columns: int, box_rows: int,
     return _encode(address, sizes, strides, (64, box_rows, parts, box_columns // 64))
 
 
-def _encode(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> TensorMap:
+@functools.lru_cache(maxsize=8192)
+def result_map(address: int, rows: int, columns: int, item: int, box_rows: int, box_columns: int) -> TensorMap:
+    """The tensor map of a contiguous matrix that is written (and read) in boxes as wide as their swizzle.
+
+    Parameters
+    ----------
+    address : int
+        Of the first element, a multiple of 16.
+    rows, columns : int
+        Of the matrix, whose rows take a multiple of 16 bytes.
+    item : int
+        Bytes of an element: 4 (float32) or 2.
+    box_rows, box_columns : int
+        Of a box: at most 256 rows, of 128, 64 or 32 bytes.
+
+    Returns
+    -------
+    TensorMap
+        Bytes, to be passed by value as ``const __grid_constant__``; remembered, as in :func:`matrix_map`.
+
+    Raises
+    ------
+    ValueError
+        For values that the hardware cannot take, naming them.
+    DriverError
+        If the driver refuses.
+    """
+    if address % 16:
+        raise ValueError(f"tensor map: address {address:#x} is no multiple of 16")
+    if item not in (2, 4) or columns < 1 or rows < 1 or columns * item % 16:
+        raise ValueError(f"tensor map: a matrix [{rows}, {columns}] of {item} bytes each, rows not of 16-byte pieces")
+    if not 1 <= box_rows <= _MAX_BOX or box_columns * item not in _SWIZZLES:
+        raise ValueError(
+            f"tensor map: a box [{box_rows}, {box_columns}] of {item} bytes each, expected at most {_MAX_BOX} rows "
+            "of 32, 64 or 128 bytes"
+        )
+    kind, swizzle = _FLOAT32 if item == 4 else _UINT16, _SWIZZLES[box_columns * item]
+    found = _encode(address, (columns, rows), (columns * item,), (box_columns, box_rows), kind, swizzle)
+    found.remade = lambda other: result_map(other, rows, columns, item, box_rows, box_columns)
+    return found
+
+
+@functools.lru_cache(maxsize=1)
+def no_map() -> TensorMap:
+    """What is passed where a kernel takes a map that it does not use."""
+    found = TensorMap(TENSOR_MAP_BYTES)
+    found.address = 0
+    found.remade = lambda other: found
+    return found
+
+
+def _encode(
+    address: int,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    kind: int = _UINT16,
+    swizzle: int = _SWIZZLE_128,
+) -> TensorMap:
     """Sizes and boxes in elements, strides in bytes from the second dimension on."""
     rank = len(sizes)
     raw = ctypes.create_string_buffer(TENSOR_MAP_BYTES + 64)
@@ -173,7 +232,7 @@ def _encode(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box:
     driver.get().call(
         "cuTensorMapEncodeTiled",
         ctypes.byref(map_),
-        _UINT16,
+        kind,
         rank,
         ctypes.c_void_p(address),
         (ctypes.c_uint64 * rank)(*sizes),
@@ -181,7 +240,7 @@ def _encode(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box:
         (ctypes.c_uint32 * rank)(*box),
         (ctypes.c_uint32 * rank)(*([1] * rank)),
         _NO_INTERLEAVE,
-        _SWIZZLE_128,
+        swizzle,
         _PROMOTE_256,
         _FILL_ZEROS,
     )

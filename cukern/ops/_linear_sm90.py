@@ -36,7 +36,9 @@ MIN_M = 65
 # them beside accumulators.
 _REGISTERS = {1: 255, 2: 232, 3: 160}
 _WORKING_REGISTERS = 32
-_WIDTHS = (16, 32, 48, 64, 96, 128, 160, 192, 256)  # of a warpgroup's wgmma, as ptx/wgmma.cuh defines them
+_LARGE_TILE = 1 << 30  # from here on all results pass through the ring
+# Of a warpgroup's wgmma, as ptx/wgmma.cuh defines them.
+_WIDTHS = (8, 16, 24, 32, 40, 48, 64, 72, 80, 96, 128, 160, 176, 192, 256)
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class HopperVariant:
 
     `stages` K-tiles of 64 in shared memory; clusters of `cluster_m` x `cluster_n` blocks share their tiles; each
     further warpgroup starts `lag` K-tiles later; tiles are walked down `group` rows of them before going right.
+    `x_rows`, of one warpgroup: only that many of its 64 rows are copied and belong to the tile.
     """
 
     groups_m: int
@@ -56,6 +59,7 @@ class HopperVariant:
     cluster_n: int = 1
     lag: int = 0
     group: int = 8
+    x_rows: int = 0
 
     kernel = "linear_sm90"
 
@@ -67,7 +71,7 @@ class HopperVariant:
 
     @property
     def bm(self) -> int:
-        return 64 * self.mi * self.groups_m
+        return self.x_rows or 64 * self.mi * self.groups_m
 
     @property
     def consumers(self) -> int:
@@ -84,11 +88,12 @@ class HopperVariant:
     @property
     def boxes(self) -> tuple[int, int]:
         """Rows of x and of the weight that a block copies at once."""
-        return self.bm // self.cluster_n, self.bn // self.cluster_m
+        x_rows = self.bm // self.cluster_n if self.bm % (8 * self.cluster_n) == 0 else self.bm
+        return x_rows, self.bn // self.cluster_m
 
     def shared_mem(self, k: int) -> int:
-        """The ring, and two barriers of eight bytes to a buffer."""
-        return self.stages * ((self.bm + self.bn) * BLOCK_K * 2 + 16)
+        """The ring and its barriers."""
+        return _ring(self.stages, self.bm + self.bn) + self.consumers * self.stages * 8
 
     def fits(self, k: int, segment: int) -> bool:
         """Whether accumulators (two sets with segments) fit in registers, the ring in shared memory, parts in boxes."""
@@ -100,15 +105,33 @@ class HopperVariant:
             and width in _WIDTHS
             and accumulators + _WORKING_REGISTERS <= _REGISTERS[self.consumers]
             and self.shared_mem(k) <= MAX_SHARED
-            and self.bm % (8 * self.cluster_n) == 0
+            and (self.bm % (8 * self.cluster_n) == 0 or self.x_rows > 0)
             and self.bn % (8 * self.cluster_m) == 0
+            and (self.x_rows == 0 or (self.mi * self.groups_m == 1 and self.x_rows in (16, 32, 48)))
             and self.lag * (self.consumers - 1) < self.stages
         )
 
-    def template(self, segment: int) -> tuple[int, ...]:
+    def strip(self, item: int) -> int:
+        """Columns of the boxes in which results of that many bytes each pass through shared memory."""
+        width = self.bn // self.groups_n * item
+        return next((b for b in (128, 64) if width % b == 0), 32) // item
+
+    def passes(self, item: int) -> bool:
+        """Whether the ring holds the results of a tile."""
+        strip = self.strip(item)
+        held = (self.bm + self.bn) * BLOCK_K * 2 // (self.bm * strip * item)
+        return self.bn // self.groups_n % strip == 0 and held > 0 and -(-self.bn // (strip * held)) <= self.stages
+
+    def through(self, item: int, residual: bool) -> int:
+        """The kernel's `Through`: 1 with a residual, 2 for other results that pass through the ring, 0 else."""
+        if residual:
+            return 1
+        return 2 if (item == 4 or self.bm * self.bn >= _LARGE_TILE) and self.passes(item) else 0
+
+    def template(self, segment: int, through: int = 0) -> tuple[int, ...]:
         return (
             *(self.groups_m, self.groups_n, self.mi, self.bn, self.stages),
-            *(self.cluster_m, self.cluster_n, self.lag, segment),
+            *(self.cluster_m, self.cluster_n, self.lag, self.x_rows, through, segment),
         )
 
     def cluster_tiles(self, m: int, n: int) -> int:
@@ -139,6 +162,7 @@ class SplitVariant:
     bn: int
     stages: int
     split: int
+    x_rows: int = 0
 
     kernel = "linear_sm90_split"
 
@@ -147,7 +171,7 @@ class SplitVariant:
 
     @property
     def bm(self) -> int:
-        return 64 * self.groups
+        return self.x_rows or 64 * self.groups
 
     @property
     def cluster(self) -> int:
@@ -165,21 +189,30 @@ class SplitVariant:
     def shared_mem(self, k: int) -> int:
         """The ring, two barriers to a buffer, and the sums of a block's segments, rows padded by eight floats."""
         per_block = -(-k // (SEGMENT * self.split))
-        return self.stages * ((self.bm + self.bn) * BLOCK_K * 2 + 16) + per_block * self.bm * (self.bn + 8) * 4
+        return _ring(self.stages, self.bm + self.bn) + per_block * self.bm * (self.bn + 8) * 4
 
     def fits(self, k: int, segment: int) -> bool:
         """Whether there are segments to share out, and room for their sums."""
         return (
             segment == SEGMENT
             and self.groups in (1, 2)
+            and (self.x_rows == 0 or (self.groups == 1 and self.x_rows in (16, 32, 48)))
             and self.bn in _WIDTHS
-            and self.bn // 2 + _WORKING_REGISTERS <= _REGISTERS[3]
+            and self.bn // 2 + _WORKING_REGISTERS <= _REGISTERS[1]
             and self.split in (2, 4, 8)
             and self.shared_mem(k) <= MAX_SHARED
         )
 
-    def template(self, segment: int) -> tuple[int, ...]:
-        return (self.groups, self.bn, self.stages, self.split, segment)
+    def passes(self, item: int) -> bool:
+        """Any residual is read by those who write the result."""
+        return True
+
+    def through(self, item: int, residual: bool) -> int:
+        """Results go from registers to memory."""
+        return 0
+
+    def template(self, segment: int, through: int = 0) -> tuple[int, ...]:
+        return (self.groups, self.x_rows, self.bn, self.stages, self.split, segment)
 
     def cluster_tiles(self, m: int, n: int) -> int:
         """Tiles, one to a cluster."""
@@ -201,9 +234,16 @@ class SplitVariant:
 Variant = HopperVariant | SplitVariant
 
 
+def _ring(stages: int, rows: int) -> int:
+    """Bytes of `stages` buffers of that many rows with two barriers each, and 64 rows behind the start of the last one,
+    which a tensor-core step reads."""
+    return (stages - 1) * rows * BLOCK_K * 2 + max(rows * BLOCK_K * 2 + 16 * stages, 64 * BLOCK_K * 2)
+
+
 def _resident(cluster: int, sm_count: int) -> int:
-    """Clusters that run at a time: groups of 16 or 18 multiprocessors hold whole pairs, but not always whole fours."""
-    return max(1, sm_count // cluster - (1 if cluster > 2 else 0))
+    """Clusters that run at a time: all pairs, but fewer fours and eights than there are multiprocessors for (30 and 15 of
+    132, measured), since a cluster does not span groups of them."""
+    return max(1, sm_count // cluster if cluster <= 2 else sm_count * 10 // 11 // cluster)
 
 
 def accepts(m: int, n: int, k: int, addresses: tuple[int, ...]) -> bool:
@@ -214,22 +254,23 @@ def accepts(m: int, n: int, k: int, addresses: tuple[int, ...]) -> bool:
 # The tiles that are chosen from, and how fast a full block of each is relative to the best.
 _SEGMENTED: dict[Variant, float] = {
     HopperVariant(2, 1, 1, 192, 5, 2, 1, lag=1): 1.0,
-    HopperVariant(2, 1, 1, 128, 6, 2, 1, lag=2): 0.9,
+    HopperVariant(2, 1, 1, 128, 6, lag=2): 0.9,
     HopperVariant(2, 1, 1, 64, 8): 0.6,
-    HopperVariant(1, 1, 1, 64, 8): 0.4,
-    SplitVariant(1, 64, 8, 2): 0.3,
-    SplitVariant(1, 64, 8, 4): 0.25,
+    HopperVariant(1, 1, 1, 64, 12): 0.45,
+    HopperVariant(1, 1, 1, 32, 14): 0.3,
+    SplitVariant(1, 32, 8, 2): 0.3,
 }
 _WHOLE: dict[Variant, float] = {
     HopperVariant(2, 1, 1, 256, 4, 2, 1, lag=1): 1.0,
+    HopperVariant(2, 1, 1, 192, 5): 0.9,
     HopperVariant(2, 1, 1, 128, 6, 2, 1, lag=1): 0.9,
     HopperVariant(2, 1, 1, 64, 8): 0.6,
-    HopperVariant(1, 1, 1, 64, 8): 0.4,
+    HopperVariant(1, 1, 1, 64, 12): 0.4,
 }
 
 
 @functools.lru_cache(maxsize=4096)
-def select(m: int, n: int, k: int, sm_count: int) -> Variant:
+def select(m: int, n: int, k: int, sm_count: int, residual: bool = False) -> Variant:
     """The variant for x [m, k] and a weight [n, k]: the least time by full waves of tiles and each tile's speed."""
     segment = template_segment(n, k)
 
@@ -239,53 +280,97 @@ def select(m: int, n: int, k: int, sm_count: int) -> Variant:
         return variant.waves(m, n, sm_count) * variant.bm * variant.bn / share / speed
 
     table = _SEGMENTED if segment else _WHOLE
-    return min(((v, s) for v, s in table.items() if v.fits(k, segment)), key=cost)[0]
+    return min(((v, s) for v, s in table.items() if v.fits(k, segment) and (v.passes(4) or not residual)), key=cost)[0]
 
 
 def _all(m: int, segment: int) -> Iterator[Variant]:
+    if m <= 64:
+        rows = -(-m // 16) * 16 % 64
+        for bn, many in (
+            *((16, (24,)), (24, (12,)), (32, (8, 16)), (48, (8, 14)), (64, (6, 12)), (80, (10,))),
+            *((96, (6, 12)), (128, (5, 10)), (192, (4, 7))),
+        ):
+            for stages in many:
+                for clusters in ((1, 1), (1, 2)):
+                    yield HopperVariant(1, 1, 1, bn, stages, *clusters, x_rows=rows)
+        if segment:
+            for bn, many in (
+                *((16, (8, 16)), (32, (4, 8)), (40, (6,)), (48, (8,)), (64, (4, 8)), (72, (4,)), (96, (4, 8))),
+                *((128, (4,)), (192, (4,))),
+            ):
+                for stages in many:
+                    for split in (2, 4, 8):
+                        yield SplitVariant(1, bn, stages, split, x_rows=rows)
+        return
     if m > 256:
         if segment:
-            for stages, bn, lags in ((6, 128, (0, 2, 3)), (5, 192, (0, 1, 2))):
-                for clusters in ((2, 1), (1, 2)):
-                    yield from (HopperVariant(2, 1, 1, bn, stages, *clusters, lag=lag) for lag in lags)
-            yield HopperVariant(2, 1, 1, 128, 7, 2, 1, lag=3)
-            yield HopperVariant(2, 1, 1, 128, 6, 1, 1, lag=2)
-            yield HopperVariant(2, 1, 1, 128, 6, 2, 2, lag=2)
-            yield HopperVariant(2, 1, 1, 192, 5, 1, 1, lag=1)
-            yield HopperVariant(3, 1, 1, 128, 5, 1, 2, lag=0)
-            yield HopperVariant(3, 1, 1, 128, 5, 1, 2, lag=1)
-            yield HopperVariant(3, 1, 1, 128, 5, 2, 1, lag=1)
-        else:
-            for clusters in ((2, 1), (1, 2), (1, 1)):
-                yield from (HopperVariant(2, 1, 1, 256, 4, *clusters, lag=lag) for lag in (0, 1))
-            yield HopperVariant(2, 1, 1, 256, 4, 2, 1, lag=2)
-            yield HopperVariant(2, 1, 2, 128, 4, 1, 2, lag=1)
-            yield HopperVariant(2, 1, 2, 128, 4, 2, 1, lag=1)
-            yield HopperVariant(2, 1, 1, 192, 5, 2, 1, lag=1)
+            yield from (HopperVariant(2, 1, 1, 128, 6, lag=lag) for lag in (1, 2))
             yield HopperVariant(2, 1, 1, 128, 6, 2, 1, lag=2)
-            yield HopperVariant(3, 1, 1, 192, 4, 1, 2, lag=1)
+            yield from (HopperVariant(2, 1, 1, 192, 5, lag=lag) for lag in (0, 1, 2))
+            yield HopperVariant(2, 1, 1, 192, 5, 2, 1, lag=1)
+            yield HopperVariant(2, 1, 1, 176, 5, lag=1)
+            yield HopperVariant(3, 1, 1, 128, 5, lag=1)
+        else:
+            for clusters in ((2, 1), (1, 1)):
+                yield from (HopperVariant(2, 1, 1, 256, 4, *clusters, lag=lag) for lag in (0, 1))
         return
-    for bn, stages in ((32, 10), (48, 9), (64, 8), (96, 7), (128, 6)):
-        for clusters in ((1, 1), (1, 2), (1, 4)):
-            yield HopperVariant(2, 1, 1, bn, stages, *clusters, lag=0)
-    for bn, stages in ((32, 12), (64, 12), (96, 10), (128, 8)):
-        for clusters in ((1, 1), (2, 1), (1, 2)):
+    for bn, stages in ((32, 10), (64, 8), (96, 7), (128, 6), (192, 5)):
+        yield HopperVariant(2, 1, 1, bn, stages)
+        if m > 128:
+            yield HopperVariant(2, 1, 1, bn, stages, 2, 1)
+    for bn, stages in ((16, 16), (32, 14), (48, 14), (64, 12), (96, 10), (128, 8)):
+        for clusters in ((1, 1), (2, 1)):
             yield HopperVariant(1, 1, 1, bn, stages, *clusters)
-    yield HopperVariant(1, 2, 1, 128, 8, 2, 1)
-    yield HopperVariant(1, 2, 1, 192, 6, 2, 1)
+    yield HopperVariant(2, 1, 1, 32, 5)
+    yield HopperVariant(2, 1, 1, 192, 5, 1, 2)
     if segment:
-        for groups, bn, stages in ((1, 32, 8), (1, 64, 8), (1, 128, 4), (2, 32, 6), (2, 64, 5)):
-            yield from (SplitVariant(groups, bn, stages, split) for split in (2, 4, 8))
+        for groups, bn, stages in ((1, 32, 8), (1, 32, 5), (1, 48, 8), (1, 64, 8), (2, 32, 6), (2, 64, 5)):
+            yield SplitVariant(groups, bn, stages, 2)
+        yield SplitVariant(1, 80, 6, 4)
 
 
-def candidates(m: int, n: int, k: int, sm_count: int) -> list[Variant]:
+def candidates(m: int, n: int, k: int, sm_count: int, residual: bool = False) -> list[Variant]:
     """What is worth timing for a product: the choice first, then the others."""
     segment = template_segment(n, k)
-    chosen = select(m, n, k, sm_count)
+    chosen = select(m, n, k, sm_count, residual)
     others = list(_all(m, segment))
     if m > 1024 and isinstance(chosen, HopperVariant):
-        others += [replace(chosen, group=g) for g in (4, 16)]
-    return [v for v in dict.fromkeys([chosen, *others]) if v.fits(k, segment)]
+        others += [replace(chosen, group=16)] if m > 4096 else []
+    fitting = [v for v in dict.fromkeys([chosen, *others]) if v.fits(k, segment) and (v.passes(4) or not residual)]
+    if m > 64:
+        return fitting
+
+    def share(variant: Variant) -> float:
+        """Of the GPU that is busy."""
+        waves = variant.waves(m, n, sm_count)
+        return variant.cluster_tiles(m, n) * variant.cluster / (waves * sm_count)
+
+    least = 0.76 * max(share(v) for v in fitting)
+    return [chosen, *(v for v in fitting if v != chosen and share(v) >= least)]
+
+
+class Maps(NamedTuple):
+    """Sizes of the tensor maps of a launch: rows, columns and box, for `matrix_map` and `float_map`.
+
+    `out` is None for a kernel that takes the residual's address, and empty where results do not pass through a map.
+    """
+
+    x: tuple[int, int, int]
+    weight: tuple[int, int, int]
+    out: tuple[int, int, int, int, int] | tuple[()] | None
+
+    def leading(self, x: int, weight: int, bias: Any, residual: Any, target: Any) -> tuple[Any, ...]:
+        """The arguments before the numbers. `bias`, `residual` and `target`: addresses or arrays."""
+        from cukern.jit.tensor_map import matrix_map, no_map, result_map
+
+        x_map, weight_map = matrix_map(x, *self.x), matrix_map(weight, *self.weight)
+        if self.out is None:
+            return x_map, weight_map, bias, residual, target
+        if self.out:
+            out_map = result_map(target if isinstance(target, int) else int(target.data.ptr), *self.out)
+        else:
+            out_map = no_map()
+        return x_map, weight_map, out_map, bias, target
 
 
 @dataclass(frozen=True)
@@ -295,27 +380,35 @@ class _Plan:
     block: tuple[int, int, int]
     shared_mem: int
     cluster: tuple[int, int, int] | None
-    boxes: tuple[int, int]
+    maps: Maps
     sizes: tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=8192)
-def _plan(variant: Variant | None, ctype: str, out_ctype: str, m: int, n: int, k: int, sm_count: int) -> _Plan:
+def _plan(
+    variant: Variant | None, ctype: str, out_ctype: str, m: int, n: int, k: int, residual: bool, sm_count: int
+) -> _Plan:
     """Everything about a launch that does not depend on addresses."""
     from cukern import jit
 
     segment = template_segment(n, k)
     if variant is None:
-        variant = select(m, n, k, sm_count)
-    elif not variant.fits(k, segment):
-        raise ValueError(f"linear: variant {variant} cannot run a weight [{n}, {k}] with segments of {segment or k}")
+        variant = select(m, n, k, sm_count, residual)
+    elif not variant.fits(k, segment) or (residual and not variant.passes(4)):
+        what = f"segments of {segment or k}" + (" and a residual" if residual else "")
+        raise ValueError(f"linear: variant {variant} cannot run a weight [{n}, {k}] with {what}")
+    item = 4 if out_ctype == "float" else 2
+    through: int = variant.through(item, residual)
+    out_map: Any = None
+    if isinstance(variant, HopperVariant):
+        out_map = (m, n, item, variant.x_rows or 64, variant.strip(item)) if through else ()
     return _Plan(
-        jit.kernel("linear_sm90.cu", variant.kernel, (ctype, out_ctype, *variant.template(segment))),
+        jit.kernel("linear_sm90.cu", variant.kernel, (ctype, out_ctype, *variant.template(segment, through))),
         (variant.grid(m, n, sm_count), 1, 1),
         (variant.threads, 1, 1),
         variant.shared_mem(k),
         (variant.cluster, 1, 1) if variant.cluster > 1 else None,
-        variant.boxes,
+        Maps((m, k, variant.boxes[0]), (n, k, variant.boxes[1]), out_map),
         variant.sizes(m, n, k),
     )
 
@@ -330,28 +423,32 @@ def launch(
     n: int,
     k: int,
     variant: Variant | None = None,
+    static_weight: bool = False,
 ) -> bool:
     """Run a product whose arguments :func:`cukern.ops.linear` has checked; False where another kernel must.
 
     Parameters
     ----------
     x, weight, bias, residual, target : array
-        CuPy arrays, contiguous: [m, k], [n, k] of one half type, [n] float32 or None, [m, n] float32 or None, [m, n].
+        CuPy arrays, contiguous: [m, k], [n, k] of one half type, [n] float32 or None, `target` itself (float32) or
+        None, [m, n].
     m, n, k : int
         Sizes, none of them 0.
     variant : HopperVariant or SplitVariant, optional
         For tests and tuning; it also lifts the lower limit of `m`.
+    static_weight : bool
+        That nothing writes the weight just ahead of this in the stream.
 
     Raises
     ------
     ValueError
         If the variant given cannot run this weight.
     """
-    return launched(x, weight, bias, residual, target, m, n, k, variant) is not None
+    return launched(x, weight, bias, residual, target, m, n, k, variant, static_weight) is not None
 
 
 class Launched(NamedTuple):
-    """A launch as it was made; `maps`: sizes of the tensor maps of x and of the weight, for `matrix_map`."""
+    """A launch as it was made."""
 
     kernel: Any
     grid: tuple[int, int, int]
@@ -359,7 +456,7 @@ class Launched(NamedTuple):
     arguments: tuple[Any, ...]
     shared_mem: int
     cluster: tuple[int, int, int] | None
-    maps: tuple[tuple[int, int, int], tuple[int, int, int]]
+    maps: Maps
 
 
 def launched(
@@ -372,43 +469,42 @@ def launched(
     n: int,
     k: int,
     variant: Variant | None = None,
+    static_weight: bool = False,
 ) -> Launched | None:
     """:func:`launch`, and what it launched; None where another kernel must."""
     if m < MIN_M and variant is None:
         return None
     from cukern import jit
-    from cukern.jit.tensor_map import matrix_map
 
     device = jit.device()
     if device.arch != ARCH:
         return None
-    x_address, w_address = int(x.data.ptr), int(weight.data.ptr)
-    others = [int(a.data.ptr) for a in (residual, target) if a is not None]
-    if not accepts(m, n, k, (x_address, w_address, *others)):
+    x_address, w_address, address = int(x.data.ptr), int(weight.data.ptr), int(target.data.ptr)
+    if not accepts(m, n, k, (x_address, w_address, address)):
         return None
-    plan = _plan(variant, CTYPES[x.dtype], CTYPES[target.dtype], m, n, k, device.sm_count)
-    maps = ((m, k, plan.boxes[0]), (n, k, plan.boxes[1]))
-    x_map, w_map = matrix_map(x_address, *maps[0]), matrix_map(w_address, *maps[1])
-    arguments = (x_map, w_map, bias, residual, target, *plan.sizes)
-    plan.kernel(plan.grid, plan.block, arguments, shared_mem=plan.shared_mem, cluster=plan.cluster)
-    return Launched(plan.kernel, plan.grid, plan.block, arguments, plan.shared_mem, plan.cluster, maps)
+    plan = _plan(variant, CTYPES[x.dtype], CTYPES[target.dtype], m, n, k, residual is not None, device.sm_count)
+    leading = plan.maps.leading(x_address, w_address, bias, residual, target)
+    arguments = (*leading, *plan.sizes, int(static_weight))
+    plan.kernel(plan.grid, plan.block, arguments, shared_mem=plan.shared_mem, cluster=plan.cluster, pdl=True)
+    return Launched(plan.kernel, plan.grid, plan.block, arguments, plan.shared_mem, plan.cluster, plan.maps)
 
 
 def kernel_variants() -> list[tuple[str, str, tuple[str | int, ...], None, tuple[str, ...]]]:
     """What the published Qwen3 sizes launch on this architecture, for compiling ahead and for the check of spills."""
     found: dict[tuple[str, str, tuple[str | int, ...], None, tuple[str, ...]], None] = {}
     for hidden, intermediate, heads in ((1024, 3072, 2048), (4096, 12288, 4096)):
-        for n, k, out in (
-            (heads + 2048, hidden, "same"),
-            (hidden, heads, "float"),
-            (2 * intermediate, hidden, "same"),
-            (hidden, intermediate, "float"),
-            (151936, hidden, "float"),
+        for n, k, out, residual in (
+            (heads + 2048, hidden, "same", False),
+            (hidden, heads, "float", True),
+            (2 * intermediate, hidden, "same", False),
+            (hidden, intermediate, "float", True),
+            (151936, hidden, "float", False),
         ):
             segment = template_segment(n, k)
             for m in (128, 256, 512, 1024, 2048, 8192):
-                option = select(m, n, k, 132)
+                option = select(m, n, k, 132, residual)
                 for ctype in ("half", "bf16"):
-                    template = (ctype, ctype if out == "same" else out, *option.template(segment))
+                    kind, item = (ctype, 2) if out == "same" else (out, 4)
+                    template = (ctype, kind, *option.template(segment, option.through(item, residual)))
                     found[("linear_sm90.cu", option.kernel, template, None, (ARCH,))] = None
     return list(found)

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukern.jit.tensor_map import matrix_map
 from cukern.ops import _linear_sm90
 from cukern.ops import _linear_variants as variants
 from cukern.ops._arrays import (
@@ -106,9 +105,7 @@ def linear(
     elif address % 16:  # an allocator of one's own; the Hopper kernel cannot write there
         return _linear(x, weight, bias, residual, dtype, out, static_weight, backend, None)
     else:
-        x_sizes, weight_sizes = plan.extra
-        x_map, weight_map = matrix_map(x_address, *x_sizes), matrix_map(weight_address, *weight_sizes)
-        plan.launch(x_map, weight_map, bias_address, residual_address, address)
+        plan.launch(*plan.extra.leading(x_address, weight_address, bias_address, residual_address, address))
     return target
 
 
@@ -164,7 +161,7 @@ def _linear(
         _cublas(x, weight, bias, residual is not None, target, rows, n, k)
         return target
     if variant is None and place.kind == "cuda":
-        launched = _linear_sm90.launched(x, weight, bias, residual, target, rows, n, k)
+        launched = _linear_sm90.launched(x, weight, bias, residual, target, rows, n, k, static_weight=static_weight)
         if launched is not None:
             if kinds is not None:
                 program, grid, block, arguments, shared_mem, cluster, maps = launched
@@ -178,6 +175,7 @@ def _linear(
                     extra=maps,
                     shared_mem=shared_mem,
                     cluster=cluster,
+                    pdl=True,
                 )
             return target
     aligned = k % 8 == 0 and pointer(weight) % 16 == 0

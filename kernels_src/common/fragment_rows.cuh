@@ -48,37 +48,18 @@ __device__ __forceinline__ void add_bias(float (&v)[Columns / 2], const float *b
   }
 }
 
-template <int Columns, int Batch>
-__device__ __forceinline__ void store_floats(float (&v)[Columns / 2], const float *residual, float *out, int row, int column,
-                                             int m, int n) {
-  constexpr int Groups = Columns / 8;
-  static_assert(Groups % Batch == 0, "whole batches");
+template <int Columns>
+__device__ __forceinline__ void store_floats(float (&v)[Columns / 2], float *out, int row, int column, int m, int n) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, t = lane & 3;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int r = row + warp * 16 + h * 8 + (lane >> 2);
     if (r >= m) continue;
-    const i64 at = (i64)r * n + column + 2 * t;
+    float *const at = out + (i64)r * n + column + 2 * t;
     const int left = n - column;
 #pragma unroll
-    for (int j0 = 0; j0 < Groups; j0 += Batch) {
-      Vec<float, 2> old[Batch];
-      if (residual) {
-#pragma unroll
-        for (int q = 0; q < Batch; ++q)
-          if ((j0 + q) * 8 < left) old[q] = load_vec<float, 2>(residual + at + (j0 + q) * 8);
-      }
-#pragma unroll
-      for (int q = 0; q < Batch; ++q) {
-        const int j = j0 + q;
-        Vec<float, 2> y{{v[j * 4 + h * 2], v[j * 4 + h * 2 + 1]}};
-        if (residual) {
-          y.v[0] = old[q].v[0] + y.v[0];
-          y.v[1] = old[q].v[1] + y.v[1];
-        }
-        if (j * 8 < left) store_vec(out + at + j * 8, y);
-      }
-    }
+    for (int j = 0; j < Columns / 8; ++j)
+      if (j * 8 < left) store_vec(at + j * 8, Vec<float, 2>{{v[j * 4 + h * 2], v[j * 4 + h * 2 + 1]}});
   }
 }
 
@@ -103,13 +84,81 @@ __device__ __forceinline__ void store_halves(float (&v)[Columns / 2], Out *out, 
   }
 }
 
-// out = v, or residual + v (float only; may be `out` itself). Batch: groups of eight columns whose residuals are loaded
-// together.
-template <int Columns, int Batch, class Out>
-__device__ __forceinline__ void store_rows(float (&v)[Columns / 2], const float *residual, Out *out, int row, int column,
-                                           int m, int n) {
+// out = v.
+template <int Columns, class Out>
+__device__ __forceinline__ void store_rows(float (&v)[Columns / 2], Out *out, int row, int column, int m, int n) {
   if constexpr (sizeof(Out) == 4)
-    store_floats<Columns, Batch>(v, residual, out, row, column, m, n);
+    store_floats<Columns>(v, out, row, column, m, n);
   else
     store_halves<Columns>(v, out, row, column, m, n);
+}
+
+// Results that pass through shared memory do so in boxes as wide as the copy engine's swizzle, 128, 64 or 32 bytes: 16-byte
+// chunk c of row r lies at chunk c ^ (r & 7), c ^ (r >> 1 & 3) or c ^ (r >> 2 & 1) of its row.
+template <class Out> __device__ __forceinline__ constexpr int strip_columns(int columns) {
+  for (int bytes = 128; bytes > 32; bytes /= 2)
+    if (columns * (int)sizeof(Out) % bytes == 0) return bytes / (int)sizeof(Out);
+  return 32 / (int)sizeof(Out);
+}
+template <int Bytes> __device__ __forceinline__ int swizzle_key(int row) {
+  return Bytes == 128 ? row & 7 : Bytes == 64 ? row >> 1 & 3 : row >> 2 & 1;
+}
+
+// A half-warp has the same two chunks of four rows; every other row (or pair of rows) takes its groups of columns in another
+// order, so that all banks work.
+template <int Columns, int Strip, bool Add>
+__device__ __forceinline__ void pass_floats(float (&v)[Columns / 2], int strip, unsigned char *tile) {
+  constexpr int Groups = Strip / 8, Turn = Groups / 2;
+  static_assert(Strip == 32 || Strip == 16, "rows of 128 or 64 bytes");
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, g = lane >> 2, t = lane & 3;
+  const bool turned = Strip == 32 ? g & 1 : g & 2;
+  const int key = swizzle_key<Strip * 4>(g);
+  unsigned char *const row = tile + (warp * 16 + g) * (Strip * 4) + (t & 1) * 8;
+  float *places[Groups];
+  Vec<float, 2> sums[Groups][2];
+#pragma unroll
+  for (int q = 0; q < Groups; ++q) {
+    const int chunk = (2 * (q ^ (turned ? Turn : 0)) + (t >> 1)) ^ key;
+    places[q] = reinterpret_cast<float *>(row + chunk * 16);
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      if constexpr (Add) sums[q][h] = load_vec<float, 2>(places[q] + h * 8 * Strip);
+  }
+#pragma unroll
+  for (int q = 0; q < Groups; ++q)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int mine = (strip * Groups + q) * 4 + h * 2, other = (strip * Groups + (q ^ Turn)) * 4 + h * 2;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float y = turned ? v[other + e] : v[mine + e];
+        sums[q][h].v[e] = Add ? sums[q][h].v[e] + y : y;
+      }
+      store_vec(places[q] + h * 8 * Strip, sums[q][h]);
+    }
+}
+
+template <int Columns, int Strip, class Out>
+__device__ __forceinline__ void pass_halves(float (&v)[Columns / 2], int strip, unsigned char *tile) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, g = lane >> 2, t = lane & 3;
+  const int key = swizzle_key<Strip * 2>(g);  // rows 8 apart have the same
+  unsigned char *const row = tile + (warp * 16 + g) * (Strip * 2) + t * 4;
+#pragma unroll
+  for (int q = 0; q < Strip / 8; ++q)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int at = (strip * (Strip / 8) + q) * 4 + h * 2;
+      *reinterpret_cast<u32 *>(row + (q ^ key) * 16 + h * 8 * (Strip * 2)) = pack2<Out>(v[at], v[at + 1]);
+    }
+}
+
+// tile += v (float only) or, without Add, tile = v, of the Strip columns from Strip * strip on; `tile`: a box of 64 rows x Strip
+// columns of Out in shared memory.
+template <int Columns, int Strip, bool Add, class Out>
+__device__ __forceinline__ void pass_strip(float (&v)[Columns / 2], int strip, unsigned char *tile) {
+  static_assert(!Add || sizeof(Out) == 4, "halves are not added to");
+  if constexpr (sizeof(Out) == 4)
+    pass_floats<Columns, Strip, Add>(v, strip, tile);
+  else
+    pass_halves<Columns, Strip, Out>(v, strip, tile);
 }

@@ -58,3 +58,17 @@ __device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.
 __device__ __forceinline__ void prefetch_l2(const void *p, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
 }
+
+// The box from this block's shared memory to (column, row) of the tensor; what lies outside is not written. Behind ordinary
+// stores to the box: async_proxy_fence, then a barrier with the thread that calls this.
+__device__ __forceinline__ void tma_store_2d(const TensorMap *map, const void *smem, int column, int row) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+               "r"(shared_address(smem)), "r"(column), "r"(row)
+               : "memory");
+}
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until at most `Pending` of this thread's latest groups of stores still read shared memory.
+template <int Pending> __device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory");
+}
