@@ -459,7 +459,7 @@ def test_exactness_of_the_model():
 
 
 def test_startup_rows():
-    rows = startup(demo_checkpoint(), "auto", "demo", device="cpu")
+    rows = list(startup(demo_checkpoint(), "auto", "demo", device="cpu"))
     assert [r.case for r in rows] == ["demo, cache empty", "demo, cache warm"]
     assert [r.status for r in rows] == ["ok", "ok"]
     assert all("first token" in r.note for r in rows)
@@ -467,7 +467,7 @@ def test_startup_rows():
 
 def test_startup_that_fails(tmp_path):
     with pytest.raises(RuntimeError, match=r"the process ended with code 1: FileNotFoundError"):
-        startup(tmp_path, "auto", "x", device="cpu")
+        list(startup(tmp_path, "auto", "x", device="cpu"))
 
 
 def test_all_parts_in_order(monkeypatch, tmp_path):

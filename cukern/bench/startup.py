@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,49 +33,46 @@ print(json.dumps({"kernels": len(built), "errors": [b.error for b in built if b.
 """
 
 
-def startup(folder: Path, dtype: str, name: str, device: str = "cuda") -> list[Row]:
+def startup(folder: Path, dtype: str, name: str, device: str = "cuda") -> Iterator[Row]:
     """Start processes that give one token: with an empty cubin cache, with what the first one left there, and (on a
     GPU) after all kernels were compiled ahead, in parallel.
 
-    Checked: all give the same token, and the last one compiles nothing.
+    Checked: all give the same token, and the last one compiles nothing. Rows come as they are measured.
 
     Raises
     ------
     RuntimeError
         A process failed; the message ends with its last line.
     """
-    rows, tokens = list[Row](), []
+    tokens: list[list[int]] = []
 
-    def first_token(state: str, cache: str, **environment: str) -> None:
+    def first_token(state: str, cache: str, **environment: str) -> Row:
         began = time.time()
         at = _run(_FIRST_TOKEN, cache, str(folder), dtype, device, **environment)
         tokens.append(at["tokens"])
         parts = (at["import"] - began, at["load"] - at["import"], at["first"] - at["load"])
-        rows.append(
-            Row(
-                "startup",
-                f"{name}, {state}",
-                dtype,
-                (at["first"] - began) * 1e6,
-                error=float(tokens[0] != at["tokens"]),
-                limit=0.0,
-                note="import {:.2f} s, load {:.2f} s, first token {:.2f} s".format(*parts),
-            )
+        return Row(
+            "startup",
+            f"{name}, {state}",
+            dtype,
+            (at["first"] - began) * 1e6,
+            error=float(tokens[0] != at["tokens"]),
+            limit=0.0,
+            note="import {:.2f} s, load {:.2f} s, first token {:.2f} s".format(*parts),
         )
 
     with tempfile.TemporaryDirectory(prefix="cukern-cache-") as cache:
-        first_token("cache empty", cache)
-        first_token("cache warm", cache)
+        yield first_token("cache empty", cache)
+        yield first_token("cache warm", cache)
     if device == "cpu":
-        return rows
+        return
     with tempfile.TemporaryDirectory(prefix="cukern-cache-") as cache:
         began = time.time()
         built = _run(_COMPILE, cache)
         note = f"{built['kernels']} kernels on {os.cpu_count()} processors"
         took = (time.time() - began) * 1e6
-        rows.append(Row("startup", "all kernels compiled", "", took, error=len(built["errors"]), limit=0.0, note=note))
-        first_token("compiled ahead", cache, CUKERN_ASSERT_NO_COMPILE="1")
-    return rows
+        yield Row("startup", "all kernels compiled", "", took, error=len(built["errors"]), limit=0.0, note=note)
+        yield first_token("compiled ahead", cache, CUKERN_ASSERT_NO_COMPILE="1")
 
 
 def _run(script: str, cache: str, *arguments: str, **environment: str) -> dict[str, Any]:
