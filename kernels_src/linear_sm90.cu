@@ -257,10 +257,12 @@ __global__ void __launch_bounds__((GroupsM *GroupsN + 1) * 128, 1)
             for (int e = 0; e < WN / 2; ++e) total[i][e] += acc[i][e];
         }
 
-      int row, column;
-      tile_at(tile, row, column);
-      row += group_m * MI * 64;
-      column += group_n * WN;
+      int row = 0, column = 0;
+      if (!Through || bias) {
+        tile_at(tile, row, column);
+        row += group_m * MI * 64;
+        column += group_n * WN;
+      }
       if (bias)
 #pragma unroll
         for (int i = 0; i < MI; ++i) add_bias<WN>(total[i], bias, column, n);

@@ -36,7 +36,7 @@ MIN_M = 65
 # them beside accumulators.
 _REGISTERS = {1: 255, 2: 232, 3: 160}
 _WORKING_REGISTERS = 32
-_LARGE_TILE = 1 << 30  # from here on all results pass through the ring
+_LARGE_TILE = 128 * 128  # from here on all results pass through the ring
 # Of a warpgroup's wgmma, as ptx/wgmma.cuh defines them.
 _WIDTHS = (8, 16, 24, 32, 40, 48, 64, 72, 80, 96, 128, 160, 176, 192, 256)
 
@@ -120,7 +120,12 @@ class HopperVariant:
         """Whether the ring holds the results of a tile."""
         strip = self.strip(item)
         held = (self.bm + self.bn) * BLOCK_K * 2 // (self.bm * strip * item)
-        return self.bn // self.groups_n % strip == 0 and held > 0 and -(-self.bn // (strip * held)) <= self.stages
+        return (
+            self.bn // self.groups_n % strip == 0
+            and strip >= 16
+            and held > 0
+            and -(-self.bn // (strip * held)) <= self.stages
+        )
 
     def through(self, item: int, residual: bool) -> int:
         """The kernel's `Through`: 1 with a residual, 2 for other results that pass through the ring, 0 else."""
@@ -241,8 +246,8 @@ def _ring(stages: int, rows: int) -> int:
 
 
 def _resident(cluster: int, sm_count: int) -> int:
-    """Clusters that run at a time: all pairs, but fewer fours and eights than there are multiprocessors for (30 and 15 of
-    132, measured), since a cluster does not span groups of them."""
+    """Clusters that run at a time: all pairs, but of fours and eights fewer than their size says (30 and 15 of 132
+    multiprocessors, measured), since a cluster does not span groups of multiprocessors."""
     return max(1, sm_count // cluster if cluster <= 2 else sm_count * 10 // 11 // cluster)
 
 
@@ -286,47 +291,42 @@ def select(m: int, n: int, k: int, sm_count: int, residual: bool = False) -> Var
 def _all(m: int, segment: int) -> Iterator[Variant]:
     if m <= 64:
         rows = -(-m // 16) * 16 % 64
-        for bn, many in (
-            *((16, (24,)), (24, (12,)), (32, (8, 16)), (48, (8, 14)), (64, (6, 12)), (80, (10,))),
-            *((96, (6, 12)), (128, (5, 10)), (192, (4, 7))),
+        for bn, stages, clusters in (
+            *((32, 16, (1, 1)), (32, 8, (1, 1)), (32, 16, (1, 2)), (48, 14, (1, 1)), (48, 7, (1, 1)), (48, 14, (1, 2))),
+            *((96, 12, (1, 1)), (128, 10, (1, 1)), (192, 7, (1, 1)), (192, 7, (1, 2)), (16, 24, (1, 1))),
         ):
-            for stages in many:
-                for clusters in ((1, 1), (1, 2)):
-                    yield HopperVariant(1, 1, 1, bn, stages, *clusters, x_rows=rows)
+            yield HopperVariant(1, 1, 1, bn, stages - (stages // 3 if m > 32 else 0), *clusters, x_rows=rows)
         if segment:
-            for bn, many in (
-                *((16, (8, 16)), (32, (4, 8)), (40, (6,)), (48, (8,)), (64, (4, 8)), (72, (4,)), (96, (4, 8))),
-                *((128, (4,)), (192, (4,))),
+            for bn, stages, split in (
+                *((16, 8, 2), (32, 8, 2), (40, 6, 4), (48, 6, 4), (64, 8, 2), (72, 4, 8), (80, 6, 4), (96, 8, 2)),
+                *((160, 4, 4), (128, 8, 2)),
             ):
-                for stages in many:
-                    for split in (2, 4, 8):
-                        yield SplitVariant(1, bn, stages, split, x_rows=rows)
+                yield SplitVariant(1, bn, stages, split, x_rows=rows)
         return
     if m > 256:
         if segment:
             yield from (HopperVariant(2, 1, 1, 128, 6, lag=lag) for lag in (1, 2))
             yield HopperVariant(2, 1, 1, 128, 6, 2, 1, lag=2)
-            yield from (HopperVariant(2, 1, 1, 192, 5, lag=lag) for lag in (0, 1, 2))
+            yield HopperVariant(2, 1, 1, 192, 5, lag=1)
             yield HopperVariant(2, 1, 1, 192, 5, 2, 1, lag=1)
-            yield HopperVariant(2, 1, 1, 176, 5, lag=1)
-            yield HopperVariant(3, 1, 1, 128, 5, lag=1)
         else:
             for clusters in ((2, 1), (1, 1)):
-                yield from (HopperVariant(2, 1, 1, 256, 4, *clusters, lag=lag) for lag in (0, 1))
+                yield from (HopperVariant(2, 1, 1, 256, 4, *clusters, lag=lag) for lag in (0, 1, 2))
         return
     for bn, stages in ((32, 10), (64, 8), (96, 7), (128, 6), (192, 5)):
         yield HopperVariant(2, 1, 1, bn, stages)
-        if m > 128:
-            yield HopperVariant(2, 1, 1, bn, stages, 2, 1)
-    for bn, stages in ((16, 16), (32, 14), (48, 14), (64, 12), (96, 10), (128, 8)):
-        for clusters in ((1, 1), (2, 1)):
-            yield HopperVariant(1, 1, 1, bn, stages, *clusters)
-    yield HopperVariant(2, 1, 1, 32, 5)
-    yield HopperVariant(2, 1, 1, 192, 5, 1, 2)
+    for bn, stages in ((32, 14), (64, 12), (96, 10), (128, 8)):
+        yield HopperVariant(1, 1, 1, bn, stages)
+    if m > 128:
+        yield HopperVariant(2, 1, 1, 128, 6, 2, 1)
+        yield HopperVariant(2, 1, 1, 192, 5, 2, 1)
+        yield HopperVariant(2, 1, 1, 256, 4, 2, 1)
+    else:
+        yield HopperVariant(2, 1, 1, 192, 5, 1, 2)
+        yield HopperVariant(1, 1, 1, 96, 10, 2, 1)
     if segment:
-        for groups, bn, stages in ((1, 32, 8), (1, 32, 5), (1, 48, 8), (1, 64, 8), (2, 32, 6), (2, 64, 5)):
+        for groups, bn, stages in ((1, 32, 8), (1, 64, 8), (2, 32, 6), (2, 64, 5)):
             yield SplitVariant(groups, bn, stages, 2)
-        yield SplitVariant(1, 80, 6, 4)
 
 
 def candidates(m: int, n: int, k: int, sm_count: int, residual: bool = False) -> list[Variant]:
@@ -345,8 +345,8 @@ def candidates(m: int, n: int, k: int, sm_count: int, residual: bool = False) ->
         waves = variant.waves(m, n, sm_count)
         return variant.cluster_tiles(m, n) * variant.cluster / (waves * sm_count)
 
-    least = 0.76 * max(share(v) for v in fitting)
-    return [chosen, *(v for v in fitting if v != chosen and share(v) >= least)]
+    least = 0.7 * max(share(v) for v in fitting)
+    return [chosen, *(v for v in fitting if v != chosen and share(v) >= least and (n < 100_000 or v.bn >= 96))]
 
 
 class Maps(NamedTuple):
