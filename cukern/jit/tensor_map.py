@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from . import driver
 
-__all__ = ["TENSOR_MAP_BYTES", "heads_map", "matrix_map", "no_map", "result_map", "weight_map"]
+__all__ = ["TENSOR_MAP_BYTES", "heads_map", "matrix_map", "no_map", "result_map"]
 
 TENSOR_MAP_BYTES = 128
 # CUtensorMapDataType, -Interleave, -Swizzle, -L2promotion, -FloatOOBfill
@@ -126,44 +126,6 @@ def heads_map(
     found = _encode(address, sizes, (token, 128, head, sequence), (64, box_tokens, box_blocks, 1, 1))
     found.remade = lambda other: heads_map(other, sequences, tokens, heads, head_dim, strides, box_tokens, box_blocks)
     return found
-
-
-def weight_map(address: int, parts: int, rows: int, columns: int, box_rows: int, box_columns: int) -> bytes:
-    """The tensor map of a weight [parts * rows, columns] (16-bit) whose boxes take the same rows of every part.
-
-    Its four dimensions, innermost first: 64 columns, row of a part, part, block of 64 columns. A box lies block after
-    block of columns in shared memory, each with `box_rows` rows of the first part, then of the second and so on, with
-    the 128-byte swizzle.
-
-    Parameters
-    ----------
-    address : int
-        Of the first element, a multiple of 16.
-    parts, rows, columns : int
-        Sizes; `columns` a multiple of 64.
-    box_rows, box_columns : int
-        Of a box: rows of each part, at most 256; columns, a multiple of 64.
-
-    Returns
-    -------
-    bytes
-        A CUtensorMap.
-
-    Raises
-    ------
-    ValueError
-        For values that the hardware cannot take, naming them.
-    DriverError
-        If the driver refuses.
-    """
-    if address % 16:
-        raise ValueError(f"tensor map: address {address:#x} is no multiple of 16")
-    if min(parts, rows, columns) < 1 or columns % 64:
-        raise ValueError(f"tensor map: {parts} parts of [{rows}, {columns}], expected no 0, columns by 64")
-    if not 1 <= box_rows <= _MAX_BOX or box_columns % 64 or not 64 <= box_columns <= columns:
-        raise ValueError(f"tensor map: a box [{box_rows}, {box_columns}] of [{rows}, {columns}], columns by 64")
-    sizes, strides = (64, rows, parts, columns // 64), (2 * columns, 2 * rows * columns, 128)
-    return _encode(address, sizes, strides, (64, box_rows, parts, box_columns // 64))
 
 
 @functools.lru_cache(maxsize=8192)

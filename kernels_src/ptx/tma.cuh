@@ -22,15 +22,6 @@ __device__ __forceinline__ void tma_load_2d(void *smem, const TensorMap *map, u6
       : "memory");
 }
 
-// A box of a tensor of four dimensions, first element at (c0, .. c3), c0 innermost.
-__device__ __forceinline__ void tma_load_4d(void *smem, const TensorMap *map, u64 *barrier, int c0, int c1, int c2, int c3) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::
-          "r"(shared_address(smem)),
-      "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-      : "memory");
-}
-
 // A box of a tensor of five dimensions, first element at (c0, .. c4), c0 innermost.
 __device__ __forceinline__ void tma_load_5d(void *smem, const TensorMap *map, u64 *barrier, int c0, int c1, int c2, int c3,
                                             int c4) {
