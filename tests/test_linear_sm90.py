@@ -26,22 +26,23 @@ from cukern.ops.linear import _linear_variant
 HALVES = [np.float16, ml_dtypes.bfloat16]
 EVERY = [(v, 256) for v in hopper._SEGMENTED] + [(v, 0) for v in hopper._WHOLE]
 
-# One of each structure: one to three warpgroups along both axes, both kinds of cluster, with and without lag.
+# One of each structure, chosen variants among them: one to three warpgroups along both axes, all kinds of cluster, with
+# and without lag, few rows, K split.
 FORCED = [
     HopperVariant(2, 1, 1, 256, 4, 2, 1, lag=1),
     HopperVariant(2, 1, 2, 128, 4, 1, 2, lag=1),
-    HopperVariant(2, 1, 1, 192, 5, 2, 1, lag=2),
-    HopperVariant(2, 1, 1, 128, 6, 2, 2, lag=3),
-    HopperVariant(2, 1, 1, 48, 9, 1, 2),
-    HopperVariant(3, 1, 1, 128, 5, 1, 2, lag=1),
-    HopperVariant(1, 1, 1, 64, 8, 2, 1),
+    HopperVariant(2, 1, 1, 192, 5, 2, 1, lag=1),
+    HopperVariant(2, 1, 1, 192, 5, 1, 2),
+    HopperVariant(2, 1, 1, 128, 6, lag=2),
+    HopperVariant(2, 1, 1, 64, 6, 2, 2, lag=3),
+    HopperVariant(3, 1, 1, 128, 5, lag=1),
+    HopperVariant(1, 1, 1, 96, 10, 2, 1),
     HopperVariant(1, 2, 1, 128, 8),
     HopperVariant(1, 1, 1, 32, 16, 1, 4, x_rows=16),
     HopperVariant(1, 1, 1, 48, 8, 1, 2, x_rows=48),
-    SplitVariant(1, 64, 8, 4),
+    SplitVariant(1, 32, 8, 2),
     SplitVariant(1, 40, 4, 8, x_rows=16),
-    SplitVariant(2, 32, 6, 2),
-    SplitVariant(1, 128, 4, 8),
+    SplitVariant(2, 64, 5, 4),
 ]
 PORTABLE = portable.TileVariant(64, 64, 64, 32, 32, 4, 2)
 

@@ -256,21 +256,28 @@ def accepts(m: int, n: int, k: int, addresses: tuple[int, ...]) -> bool:
     return m > 0 and n % 8 == 0 and k % 8 == 0 and all(a % 16 == 0 for a in addresses)
 
 
-# The tiles that are chosen from, and how fast a full block of each is relative to the best.
-_SEGMENTED: dict[Variant, float] = {
-    HopperVariant(2, 1, 1, 192, 5, 2, 1, lag=1): 1.0,
-    HopperVariant(2, 1, 1, 128, 6, lag=2): 0.9,
-    HopperVariant(2, 1, 1, 64, 8): 0.6,
-    HopperVariant(1, 1, 1, 64, 12): 0.45,
-    HopperVariant(1, 1, 1, 32, 14): 0.3,
-    SplitVariant(1, 32, 8, 2): 0.3,
+# The tiles that are chosen from: how fast a full block is relative to the best, and what a launch costs beside its
+# waves, in outputs of the best tile. A pair of blocks shares loads, but starts and ends together.
+_PAIR = 2800
+_SEGMENTED: dict[Variant, tuple[float, int]] = {
+    HopperVariant(2, 1, 1, 192, 5, 2, 1, lag=1): (1.0, _PAIR),
+    HopperVariant(2, 1, 1, 128, 6, 2, 1, lag=2): (0.95, _PAIR),
+    HopperVariant(2, 1, 1, 128, 6, lag=2): (0.9, 0),
+    HopperVariant(2, 1, 1, 96, 7): (0.75, 0),
+    HopperVariant(2, 1, 1, 64, 8): (0.6, 0),
+    HopperVariant(2, 1, 1, 32, 10): (0.5, 0),
+    HopperVariant(1, 1, 1, 96, 10): (0.5, 0),
+    HopperVariant(1, 1, 1, 32, 14): (0.31, 0),
+    SplitVariant(1, 32, 8, 2): (0.3, 0),
 }
-_WHOLE: dict[Variant, float] = {
-    HopperVariant(2, 1, 1, 256, 4, 2, 1, lag=1): 1.0,
-    HopperVariant(2, 1, 1, 192, 5): 0.9,
-    HopperVariant(2, 1, 1, 128, 6, 2, 1, lag=1): 0.9,
-    HopperVariant(2, 1, 1, 64, 8): 0.6,
-    HopperVariant(1, 1, 1, 64, 12): 0.4,
+_WHOLE: dict[Variant, tuple[float, int]] = {
+    HopperVariant(2, 1, 1, 256, 4, 2, 1, lag=1): (1.0, 0),
+    HopperVariant(2, 1, 1, 192, 5, 1, 2): (0.9, 0),
+    HopperVariant(2, 1, 1, 128, 6, lag=1): (0.9, 0),
+    HopperVariant(2, 1, 1, 96, 7): (0.75, 0),
+    HopperVariant(2, 1, 1, 64, 8): (0.6, 0),
+    HopperVariant(1, 1, 1, 96, 10, 2, 1): (0.48, 0),
+    HopperVariant(1, 1, 1, 64, 12): (0.4, 0),
 }
 
 
@@ -279,74 +286,67 @@ def select(m: int, n: int, k: int, sm_count: int, residual: bool = False) -> Var
     """The variant for x [m, k] and a weight [n, k]: the least time by full waves of tiles and each tile's speed."""
     segment = template_segment(n, k)
 
-    def cost(item: tuple[Variant, float]) -> float:
-        variant, speed = item
+    def cost(item: tuple[Variant, tuple[float, int]]) -> float:
+        variant, (speed, fixed) = item
         share = variant.split if isinstance(variant, SplitVariant) else 1
-        return variant.waves(m, n, sm_count) * variant.bm * variant.bn / share / speed
+        return variant.waves(m, n, sm_count) * variant.bm * variant.bn / share / speed + fixed
 
     table = _SEGMENTED if segment else _WHOLE
-    return min(((v, s) for v, s in table.items() if v.fits(k, segment) and (v.passes(4) or not residual)), key=cost)[0]
+    fitting = ((v, s) for v, s in table.items() if v.fits(k, segment) and (v.passes(4) or not residual))
+    return min(fitting, key=cost)[0]
+
+
+def _few_rows(m: int, segment: int) -> Iterator[Variant]:
+    rows = -(-m // 16) * 16 % 64
+    for bn, stages, clusters in (
+        *((32, 16, (1, 1)), (32, 8, (1, 1)), (32, 16, (1, 2)), (48, 14, (1, 1)), (48, 14, (1, 2))),
+        *((96, 12, (1, 1)), (128, 10, (1, 1)), (192, 7, (1, 1)), (192, 7, (1, 2))),
+    ):
+        yield HopperVariant(1, 1, 1, bn, stages - (stages // 3 if m > 32 else 0), *clusters, x_rows=rows)
+    if segment:
+        for bn, stages, split in ((16, 8, 2), (32, 8, 2), (40, 6, 4), (48, 6, 4), (64, 8, 2), (72, 4, 8), (96, 8, 2)):
+            yield SplitVariant(1, bn, stages, split, x_rows=rows)
 
 
 def _all(m: int, segment: int) -> Iterator[Variant]:
     if m <= 64:
-        rows = -(-m // 16) * 16 % 64
-        for bn, stages, clusters in (
-            *((32, 16, (1, 1)), (32, 8, (1, 1)), (32, 16, (1, 2)), (48, 14, (1, 1)), (48, 7, (1, 1)), (48, 14, (1, 2))),
-            *((96, 12, (1, 1)), (128, 10, (1, 1)), (192, 7, (1, 1)), (192, 7, (1, 2)), (16, 24, (1, 1))),
-        ):
-            yield HopperVariant(1, 1, 1, bn, stages - (stages // 3 if m > 32 else 0), *clusters, x_rows=rows)
+        yield from _few_rows(m, segment)
+    elif m <= 256:
+        for bn, stages in ((32, 10), (64, 8), (96, 7), (128, 6), (192, 5)):
+            yield HopperVariant(2, 1, 1, bn, stages)
+        for bn, stages in ((32, 14), (64, 12), (96, 10), (128, 8)):
+            yield from (HopperVariant(1, 1, 1, bn, stages, *clusters) for clusters in ((1, 1), (2, 1)))
         if segment:
-            for bn, stages, split in (
-                *((16, 8, 2), (32, 8, 2), (40, 6, 4), (48, 6, 4), (64, 8, 2), (72, 4, 8), (80, 6, 4), (96, 8, 2)),
-                *((160, 4, 4), (128, 8, 2)),
-            ):
-                yield SplitVariant(1, bn, stages, split, x_rows=rows)
-        return
-    if m > 256:
-        if segment:
-            yield from (HopperVariant(2, 1, 1, 128, 6, lag=lag) for lag in (1, 2))
-            yield HopperVariant(2, 1, 1, 128, 6, 2, 1, lag=2)
-            yield HopperVariant(2, 1, 1, 192, 5, lag=1)
-            yield HopperVariant(2, 1, 1, 192, 5, 2, 1, lag=1)
+            for groups, bn, stages in ((1, 32, 8), (1, 64, 8), (2, 32, 6), (2, 64, 5)):
+                yield SplitVariant(groups, bn, stages, 2)
         else:
-            for clusters in ((2, 1), (1, 1)):
-                yield from (HopperVariant(2, 1, 1, 256, 4, *clusters, lag=lag) for lag in (0, 1, 2))
-        return
-    for bn, stages in ((32, 10), (64, 8), (96, 7), (128, 6), (192, 5)):
-        yield HopperVariant(2, 1, 1, bn, stages)
-    for bn, stages in ((32, 14), (64, 12), (96, 10), (128, 8)):
-        yield HopperVariant(1, 1, 1, bn, stages)
-    if m > 128:
-        yield HopperVariant(2, 1, 1, 128, 6, 2, 1)
-        yield HopperVariant(2, 1, 1, 192, 5, 2, 1)
-        yield HopperVariant(2, 1, 1, 256, 4, 2, 1)
+            yield from (HopperVariant(2, 1, 1, 192, 5, *clusters) for clusters in ((1, 2), (2, 1)))
+    elif segment:
+        for bn, stages in ((128, 6), (176, 5), (192, 5)):
+            for clusters in ((1, 1), (2, 1)):
+                yield from (HopperVariant(2, 1, 1, bn, stages, *clusters, lag=lag) for lag in (1, 2))
+        yield HopperVariant(3, 1, 1, 128, 5, lag=1)
     else:
-        yield HopperVariant(2, 1, 1, 192, 5, 1, 2)
-        yield HopperVariant(1, 1, 1, 96, 10, 2, 1)
-    if segment:
-        for groups, bn, stages in ((1, 32, 8), (1, 64, 8), (2, 32, 6), (2, 64, 5)):
-            yield SplitVariant(groups, bn, stages, 2)
+        for clusters in ((1, 1), (2, 1)):
+            yield from (HopperVariant(2, 1, 1, 256, 4, *clusters, lag=lag) for lag in (0, 1, 2))
+        yield HopperVariant(2, 1, 2, 128, 4, 1, 2, lag=1)
 
 
 def candidates(m: int, n: int, k: int, sm_count: int, residual: bool = False) -> list[Variant]:
-    """What is worth timing for a product: the choice first, then the others."""
+    """What is worth timing for a product: the choice first, then others that keep as much of the GPU busy."""
     segment = template_segment(n, k)
     chosen = select(m, n, k, sm_count, residual)
     others = list(_all(m, segment))
-    if m > 1024 and isinstance(chosen, HopperVariant):
-        others += [replace(chosen, group=16)] if m > 4096 else []
-    fitting = [v for v in dict.fromkeys([chosen, *others]) if v.fits(k, segment) and (v.passes(4) or not residual)]
-    if m > 64:
-        return fitting
+    if m > 4096 and isinstance(chosen, HopperVariant):
+        others.append(replace(chosen, group=16))
 
-    def share(variant: Variant) -> float:
-        """Of the GPU that is busy."""
+    def busy(variant: Variant) -> float:
         waves = variant.waves(m, n, sm_count)
         return variant.cluster_tiles(m, n) * variant.cluster / (waves * sm_count)
 
-    least = 0.7 * max(share(v) for v in fitting)
-    return [chosen, *(v for v in fitting if v != chosen and share(v) >= least and (n < 100_000 or v.bn >= 96))]
+    fitting = [v for v in dict.fromkeys(others) if v.fits(k, segment) and (v.passes(4) or not residual)]
+    least = 0.7 * max(busy(v) for v in fitting) if m <= 64 else 0.0
+    return list(dict.fromkeys([chosen, *(v for v in fitting if busy(v) >= least)]))
 
 
 class Maps(NamedTuple):
