@@ -113,8 +113,9 @@ def test_views(rng: np.random.Generator, variant: HopperVariant, d: int) -> None
     cupy = on_hopper()
     qkv = cupy.asarray(normal(rng, (2, 333, 8, d), np.float16))
     q, k, v = qkv[:, :, :4], qkv[:, :, 4:6], qkv[:, :, 6:]
-    want = _attention_prefill_variant(PORTABLE, q, k, v)
-    same(_attention_prefill_variant(variant, q, k, v).get(), want.get())
+    want: Any = _attention_prefill_variant(PORTABLE, q, k, v)
+    found: Any = _attention_prefill_variant(variant, q, k, v)
+    same(found.get(), want.get())
 
 
 RAGGED = [[5], [1, 0, 64, 65, 300, 0, 129], [700, 3, 128, 128, 1], [2000, 1, 64], [3] * 70 + [400, 20]]
@@ -156,12 +157,21 @@ def test_paged(rng: np.random.Generator, dtype: Any, variant: HopperVariant, d: 
 
 
 @pytest.mark.gpu
-def test_wrong_lengths_stay_inside(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize(("variant", "d"), EVERY, ids=str)
+@pytest.mark.parametrize("cu", [[0, 100, 5000], [-4, 200, 300], [0, 300, 10]], ids=str)
+def test_wrong_lengths_stay_inside(rng: np.random.Generator, variant: HopperVariant, d: int, cu: list[int]) -> None:
+    """A row that two readings of wrong lengths agree on, the first, is right; nothing else is written to."""
     cupy = on_hopper()
-    q, k, v = (normal(rng, (300, h, 64), np.float16) for h in (4, 2, 2))
-    for cu in ([0, 100, 5000], [-4, 200, 300], [0, 300, 10]):
-        check(hopper.select(64), q, k, v, cu_seqlens_q=np.array(cu, np.int32))
-    cupy.cuda.runtime.deviceSynchronize()
+    q, k, v = (cupy.asarray(normal(rng, (300, h, d), np.float16)) for h in (4, 2, 2))
+    room = cupy.full((500, 4, d), 7, np.float16)
+    wrong = cupy.asarray(np.array(cu, np.int32))
+    _attention_prefill_variant(variant, q, k, v, cu_seqlens_q=wrong, out=room[100:400], causal=False)
+    got = room.get()
+    assert (got[:100] == 7).all()
+    assert (got[400:] == 7).all()
+    keys = min(cu[1], 300)
+    want: Any = _attention_prefill_variant(PORTABLE, q[None, :1], k[None, :keys], v[None, :keys], causal=False)
+    same(got[100], want.get()[0, 0])
 
 
 @pytest.mark.gpu
@@ -170,12 +180,14 @@ def test_wrong_lengths_stay_inside(rng: np.random.Generator) -> None:
 def test_chosen_and_repeated(rng: np.random.Generator, dtype: Any, d: int) -> None:
     cupy = on_hopper()
     q, k, v = (cupy.asarray(normal(rng, (2, 700, h, d), dtype)) for h in (16, 8, 8))
-    want = _attention_prefill_variant(PORTABLE, q, k, v).get()
+    chosen: Any = _attention_prefill_variant(PORTABLE, q, k, v)
+    want = chosen.get()
     for _ in range(20):
-        same(attention_prefill(q, k, v).get(), want)
+        whole: Any = attention_prefill(q, k, v)
+        same(whole.get(), want)
     for rows in (1, 16, 100, 333):  # the last rows of the same context: a chunk, or a decoding step
-        part = attention_prefill(cupy.ascontiguousarray(q[:, -rows:]), k, v).get()
-        same(part, want[:, -rows:])
+        part: Any = attention_prefill(cupy.ascontiguousarray(q[:, -rows:]), k, v)
+        same(part.get(), want[:, -rows:])
 
 
 # ---------------------------------------------------------------------------------------------------- compiled
@@ -184,7 +196,7 @@ def test_chosen_and_repeated(rng: np.random.Generator, dtype: Any, d: int) -> No
 @pytest.mark.parametrize("layout", Layout)
 @pytest.mark.parametrize(("variant", "d"), EVERY, ids=str)
 def test_compiles_without_spills_and_stays_asynchronous(variant: HopperVariant, d: int, layout: Layout) -> None:
-    kernel = jit.kernel(hopper.FILE, hopper.NAME, variant.template("bf16", d, layout))
+    kernel = jit.kernel(f"{variant.kernel}.cu", variant.kernel, variant.template("bf16", d, layout))
     compiled = kernel._binary(Target(hopper.ARCH), keep=False)
     name = compiled.names[kernel.name]
     usage = compiled.usage[name]
@@ -199,8 +211,9 @@ def test_compiles_without_spills_and_stays_asynchronous(variant: HopperVariant, 
 def test_declared_variants_are_for_hopper_alone() -> None:
     declared = hopper.kernel_variants()
     assert {item[4] for item in declared} == {("sm_90a",)}
-    chosen = {v.template(c, d, w) for v, d in EVERY for c in ("half", "bf16") for w in Layout if v == hopper.select(d)}
-    assert {item[2] for item in declared} == chosen
+    every = {(v.kernel, v.template(c, d, w)) for v, d in EVERY for c in ("half", "bf16") for w in Layout}
+    assert {item[1:3] for item in declared} == every
+    assert all(hopper.select(d) == hopper.candidates(d)[0] for d in hopper.HEAD_DIMS)
 
 
 # ---------------------------------------------------------------------------------------------------- launch
@@ -224,7 +237,6 @@ class TensorMapLibrary(FakeLibrary):
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     heads_map.cache_clear()
     jit.reload()
-    monkeypatch.setattr(hopper, "READY", True)
     monkeypatch.setattr("cukern.jit.devices.gpu_present", lambda: True)
     fake = FakeCuda(TensorMapLibrary(), monkeypatch)
     fake.expect([128, 128, 128, *[8] * 6, *[4] * 12])
@@ -252,11 +264,11 @@ def record(address: int, sizes: list[int], strides: list[int], box: list[int]) -
     return (1, 5, address, sizes, strides, box, [1] * 5, MODES)
 
 
-def test_launch_of_dense_arrays(cuda: FakeCuda) -> None:
+@pytest.mark.parametrize("variant", hopper.candidates(128), ids=str)
+def test_launch_of_dense_arrays(cuda: FakeCuda, variant: HopperVariant) -> None:
     library: Any = cuda.library
     q, out = (aligned(cuda, (2, 300, 4, 128), np.float16) for _ in range(2))
     k, v = (aligned(cuda, (2, 350, 2, 128), np.float16) for _ in range(2))
-    variant = HopperVariant(2, 4)
     for _ in range(2):
         _attention_prefill_variant(variant, q, k, v, out=out, causal=False, scale=0.25)
     launched, values = library.launches[0], library.snapshots[0]
@@ -268,27 +280,29 @@ def test_launch_of_dense_arrays(cuda: FakeCuda) -> None:
     # sequences, tokens, keys, heads, group, pages (3), items, causal
     assert [struct.unpack("=i", x)[0] for x in values[9:19]] == [2, 300, 350, 4, 2, 0, 0, 0, 2 * 3 * 4, 0]
     assert struct.unpack("=f", values[19])[0] == 0.25
-    head, token = 256, 512
+    head, token, box = 256, 512, [64, variant.keys, 2, 1, 1]
     assert library.encoded == [
         record(q.data.ptr, [64, 300, 2, 4, 2], [2 * token, 128, head, 300 * 2 * token], [64, 64, 2, 1, 1]),
-        record(k.data.ptr, [64, 350, 2, 2, 2], [token, 128, head, 350 * token], [64, 64, 2, 1, 1]),
-        record(v.data.ptr, [64, 350, 2, 2, 2], [token, 128, head, 350 * token], [64, 64, 2, 1, 1]),
+        record(k.data.ptr, [64, 350, 2, 2, 2], [token, 128, head, 350 * token], box),
+        record(v.data.ptr, [64, 350, 2, 2, 2], [token, 128, head, 350 * token], box),
     ]
     assert len(library.launches) == 2  # the maps were remembered
 
 
-@pytest.mark.parametrize(("page", "box"), [(16, [64, 16, 1, 1, 1]), (128, [64, 64, 2, 1, 1])])
-def test_launch_of_pages(cuda: FakeCuda, page: int, box: list[int]) -> None:
+@pytest.mark.parametrize("variant", hopper.candidates(128), ids=str)
+@pytest.mark.parametrize("page", [16, 64, 128, 256])
+def test_launch_of_pages(cuda: FakeCuda, page: int, variant: HopperVariant) -> None:
     library: Any = cuda.library
-    q = aligned(cuda, (200, 4, 128), np.float16)
+    q, out = (aligned(cuda, (300, 4, 128), np.float16) for _ in range(2))
     k, v = (aligned(cuda, (7, 2, page, 128), np.float16) for _ in range(2))
     cu, tables, lens = (aligned(cuda, s, np.int32) for s in ((2,), (1, 5), (1,)))
-    out = aligned(cuda, (200, 4, 128), np.float16)
-    attention_prefill(q, k, v, cu_seqlens_q=cu, block_tables=tables, seq_lens=lens, out=out)
+    _attention_prefill_variant(variant, q, k, v, cu_seqlens_q=cu, block_tables=tables, seq_lens=lens, out=out)
     (values,) = library.snapshots
     assert [struct.unpack("=Q", x)[0] for x in values[5:9]] == [cu.data.ptr, 0, tables.data.ptr, lens.data.ptr]
     shift = page.bit_length() - 1
-    assert [struct.unpack("=i", x)[0] for x in values[9:18]] == [1, 200, 0, 4, 2, 5, shift, 7, (200 // 128 + 1) * 4]
+    assert [struct.unpack("=i", x)[0] for x in values[9:18]] == [1, 300, 0, 4, 2, 5, shift, 7, (300 // 128 + 1) * 4]
+    # whole steps with all columns, or what one page has of them, 64 columns at a time
+    box = [64, variant.keys, 2, 1, 1] if page >= variant.keys else [64, page, 1, 1, 1]
     assert library.encoded[1] == record(k.data.ptr, [64, page, 2, 2, 7], [256, 128, 256 * page, 512 * page], box)
 
 
@@ -302,8 +316,8 @@ def test_what_goes_to_the_portable_kernel(cuda: FakeCuda, monkeypatch: pytest.Mo
         attention_prefill(q, k, v, out=aligned(cuda, (1, s, 2, d), np.float16), **options)
         return launched[0].split("<")[0]
 
-    assert name(256, 256, 128) == hopper.NAME
-    assert name(256, 256, 64) == hopper.NAME
+    assert name(256, 256, 128) == hopper.select(128).kernel
+    assert name(256, 256, 64) == hopper.select(64).kernel
     assert name(256, 256, 96) == "attention_prefill"
     assert name(hopper.MIN_ROWS - 1, 256, 128) == "attention_prefill"
     library: Any = cuda.library
@@ -314,7 +328,7 @@ def test_what_goes_to_the_portable_kernel(cuda: FakeCuda, monkeypatch: pytest.Mo
 
 def test_a_variant_that_cannot_run_says_so(cuda: FakeCuda) -> None:
     q, k, v, out = (aligned(cuda, (1, 256, 2, 96), np.float16) for _ in range(4))
-    with pytest.raises(ValueError, match="128 rows, 4 stages cannot run q"):
+    with pytest.raises(ValueError, match="128 rows, 4 stages of 64 keys cannot run q"):
         _attention_prefill_variant(HopperVariant(2, 4), q, k, v, out=out)
 
 

@@ -138,6 +138,12 @@ CALLS: dict[str, tuple[str, Shapes, dict[str, Any]]] = {
         {n: ((1, 70, h, DIM), BF16) for n, h in (("q", 16), ("k", 8), ("v", 8))},
         {"causal": False},
     ),
+    "attention on Hopper": (
+        "attention_prefill",
+        {n: ((1, 300, h, DIM), BF16) for n, h in (("q", 16), ("k", 8), ("v", 8))},
+        {},
+    ),
+    "paged attention on Hopper": ("attention_prefill", {**ATTENTION, "q": ((300, HEADS, DIM), BF16)}, {}),
     "decoding attention": ("attention_decode", DECODING, {}),
     "decoding attention, no merge": ("attention_decode", DECODING, {"max_seq_len": 128}),
 }

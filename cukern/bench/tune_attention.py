@@ -38,9 +38,9 @@ def _options(head_dim: int) -> list[Variant | HopperVariant]:
 
 
 def _label(variant: Variant | HopperVariant) -> str:
-    """Warps or warpgroups, and stages."""
+    """Warps or warpgroups, stages, and keys of a stage."""
     if isinstance(variant, HopperVariant):
-        return f"{variant.groups}g{variant.stages}s"
+        return f"{variant.groups}g{variant.stages}s{variant.keys}"
     return f"{variant.warps}w{variant.stages}s"
 
 

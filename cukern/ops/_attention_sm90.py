@@ -1,4 +1,4 @@
-"""Prefill attention on Hopper: what `attention_prefill_sm90.cu` takes, its tensor maps and its launch.
+"""Prefill attention on Hopper: what the kernels `attention_prefill_sm90*.cu` take, their tensor maps and their launch.
 
 The bits are those of the portable kernel (docs/numerics.md, item 2): what is chosen here decides speed alone.
 """
@@ -10,18 +10,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cukern.ops._arrays import CTYPES, Array
-from cukern.ops._numerics import ATTN_TILE
+from cukern.ops._numerics import ATTN_CHUNK, ATTN_TILE
 
 __all__ = ["ARCH", "HopperVariant", "Launched", "Layout", "candidates", "kernel_variants", "launched", "select"]
 
 ARCH = "sm_90a"
 HEAD_DIMS = (64, 128)
 MAX_SHARED = 227 << 10
-MIN_ROWS = 64
-"""From this many query rows of a sequence on (on average) the kernel is used."""
+MIN_ROWS = 256
+"""From this many query rows of a sequence on (on average) these kernels are used."""
 
-READY = False
-FILE, NAME = "attention_prefill_sm90.cu", "attention_prefill_sm90"
+_ITEMS, _ITEM_BYTES = 4, 48  # of prefill/producer.cuh
 
 
 class Layout(enum.IntEnum):
@@ -34,13 +33,22 @@ class Layout(enum.IntEnum):
 
 @dataclass(frozen=True)
 class HopperVariant:
-    """`groups` consumer warpgroups of 64 query rows each; `stages` tiles of keys and of values in shared memory."""
+    """`groups` consumer warpgroups of 64 query rows each; rings of `stages` steps of `keys` keys.
+
+    Steps of 64 keys: the kernel with the queries in registers. Steps of 128: the one that works on whole chunks.
+    """
 
     groups: int
     stages: int
+    keys: int = ATTN_TILE
 
     def __str__(self) -> str:
-        return f"{64 * self.groups} rows, {self.stages} stages"
+        return f"{64 * self.groups} rows, {self.stages} stages of {self.keys} keys"
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel, and of its file without the ending."""
+        return "attention_prefill_sm90" if self.keys == ATTN_TILE else "attention_prefill_sm90_chunk"
 
     @property
     def rows(self) -> int:
@@ -52,10 +60,11 @@ class HopperVariant:
         return 128 * (self.groups + 1)
 
     def shared_mem(self, head_dim: int) -> int:
-        """Queries, ring, 16 bytes to a consumer, barriers, four items of 48 bytes, a word to a stage."""
-        tiles = (self.groups + 2 * self.stages) * ATTN_TILE * head_dim * 2
-        barriers = 4 * self.stages + 2 * self.groups + 2 * 4
-        return tiles + 16 * 128 * self.groups + 8 * barriers + 4 * 48 + 4 * self.stages
+        """Queries, rings, 16 bytes to a consumer, barriers, items, a word to a stage: `Shared` of the kernels."""
+        query_slots = self.groups * (1 if self.keys == ATTN_TILE else 2)
+        tiles = (query_slots * 64 + 2 * self.stages * self.keys) * head_dim * 2
+        barriers = 4 * self.stages + 2 * query_slots + 2 * _ITEMS
+        return tiles + 16 * 128 * self.groups + 8 * barriers + _ITEMS * _ITEM_BYTES + 4 * self.stages
 
     def template(self, ctype: str, head_dim: int, layout: Layout) -> tuple[str | int, ...]:
         """Template arguments of the kernel."""
@@ -65,8 +74,8 @@ class HopperVariant:
 def candidates(head_dim: int) -> list[HopperVariant]:
     """What is worth timing, the choice first."""
     if head_dim == 64:
-        return [HopperVariant(2, 8), HopperVariant(3, 8)]
-    return [HopperVariant(2, 4)]
+        return [HopperVariant(3, 8), HopperVariant(2, 4, ATTN_CHUNK)]
+    return [HopperVariant(2, 4), HopperVariant(2, 2, ATTN_CHUNK)]
 
 
 def select(head_dim: int) -> HopperVariant:
@@ -127,25 +136,26 @@ def launched(
     layout = Layout.PAGED if paged else Layout.DENSE if dense else Layout.PACKED
     if head_dim not in HEAD_DIMS or min(kv) < 1:
         return None
-    if variant is None and (not READY or tokens < MIN_ROWS * (1 if dense else batch)):
+    if variant is None and tokens < MIN_ROWS * (1 if dense else batch):
         return None
     from cukern import jit
 
     device = jit.device()
     if device.arch != ARCH or int(out.data.ptr) % 16:
         return None
-    maps = _maps(strides, (batch if dense else 1, tokens, heads), (*kv, kv_heads), head_dim, paged)
-    if maps is None:
-        return None
     if variant is None:
         variant = select(head_dim)
+    maps = _maps(strides, (batch if dense else 1, tokens, heads), (*kv, kv_heads), head_dim, variant.keys, paged)
+    if maps is None:
+        return None
     slots = batch * -(-tokens // variant.rows) if dense else tokens // variant.rows + batch
     items = slots * heads
     if items >= 2**31:
         return None
     from cukern.jit.tensor_map import heads_map
 
-    kernel = jit.kernel(FILE, NAME, variant.template(CTYPES[out.dtype], head_dim, layout))
+    template = variant.template(CTYPES[out.dtype], head_dim, layout)
+    kernel = jit.kernel(f"{variant.kernel}.cu", variant.kernel, template)
     grid, block, shared_mem = (min(items, device.sm_count),), (variant.threads,), variant.shared_mem(head_dim)
     arguments = (
         *(heads_map(int(a.data.ptr), *m) for a, m in zip((q, k, v), maps)),
@@ -174,6 +184,7 @@ def _maps(
     q_sides: tuple[int, int, int],
     kv_sides: tuple[int, int, int],
     head_dim: int,
+    keys: int,
     paged: bool,
 ) -> tuple[tuple[Any, ...], ...] | None:
     """What `heads_map` takes for q, k and v; None if there is a stride that the copy engine does not know."""
@@ -182,8 +193,9 @@ def _maps(
         steps = tuple(s if n > 1 else head_dim for n, s in zip(sides, of))
         if any(s % 8 or not 0 < s < 1 << 39 for s in steps):
             return None
-        tokens = min(sides[1], ATTN_TILE) if paged and found else ATTN_TILE
-        blocks = head_dim // 64 if tokens == ATTN_TILE else 1
+        whole = keys if found else 64
+        tokens = min(sides[1], whole) if paged and found else whole
+        blocks = head_dim // 64 if tokens == whole else 1
         found.append((*sides, head_dim, steps, tokens, blocks))
     return tuple(found)
 
@@ -191,8 +203,9 @@ def _maps(
 def kernel_variants() -> list[tuple[str, str, tuple[Any, ...], None, tuple[str, ...]]]:
     """Kernels to compile ahead and to check for register spills."""
     return [
-        (FILE, NAME, select(head_dim).template(ctype, head_dim, layout), None, (ARCH,))
+        (f"{v.kernel}.cu", v.kernel, v.template(ctype, head_dim, layout), None, (ARCH,))
         for head_dim in HEAD_DIMS
+        for v in candidates(head_dim)
         for ctype in ("half", "bf16")
         for layout in Layout
     ]

@@ -1,5 +1,5 @@
-// Barriers of part of a block. Barrier 0 is __syncthreads. All threads of a warp take part; `threads`: how many in all, a multiple
-// of 32. No CPU body: not emulated. PTX ISA, "bar". Test: tests/test_attention_prefill_sm90.py
+// Barriers of part of a block. Barrier 0 is __syncthreads. All threads of a warp take part; `threads`: how many in all, a
+// multiple of 32. No CPU body: not emulated. PTX ISA, "bar". Test: tests/test_attention_prefill_sm90.py
 #pragma once
 
 __device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {

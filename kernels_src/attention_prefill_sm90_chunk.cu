@@ -1,0 +1,304 @@
+// Attention over whole sequences or chunks of them on Hopper's tensor cores (sm_90a only), FlashAttention-3 shape.
+// Formula   out = softmax(scale * q k^T + mask) v per query head; head h reads key/value head h / group. Causal: query
+//           i of n sees the keys j <= i + kv_len - n. lse = log sum exp(scale * q k^T).
+// Layouts   q, k, v through tensor maps of five dimensions (64 columns, token, block of 64 columns, head, sequence or page);
+//           dense, packed + cu_seqlens or pages + tables, as in attention_prefill.cu; out [tokens, Hq, D] without gaps,
+//           lse float [tokens, Hq]. D is 64 or 128; bases and strides are multiples of 16 bytes.
+// Bound     tensor cores: 4 * D flops per query-key pair; exponentials for D = 64.
+// Launch    Persistent: at most one block to a multiprocessor, (Groups + 1) * 128 threads. Work items are pairs (query tile of
+//           64 * Groups rows, head), long ones first, dealt out forwards and backwards in turn. Of the first warpgroup, one
+//           warp finds work, one copies queries and keys, one values. The others, the consumers, own 64 query rows each and
+//           start their products in turn: one multiplies while the others take exponentials.
+// Template  T half | bf16; D; Kind of layout; Groups consumer warpgroups; Stages of the rings of K and of V, 128 keys each:
+//           both tiles of a chunk are worked on at once, so that waits and reductions are paid once for both. Q comes from
+//           shared memory, P from registers.
+// Numerics  tiles of 64 keys, chunks of 128 keys from key 0, merged in ascending order by common/softmax.cuh: the bits of
+//           attention_prefill.cu.
+// Measured  see docs/performance.md
+#include "common/fragment_rows.cuh"
+#include "common/softmax.cuh"
+#include "prefill/producer.cuh"
+#include "ptx/named_barrier.cuh"
+#include "ptx/wgmma.cuh"
+
+// Largest scores of both tiles of a chunk: m of the chunk, what the scaled scores of each tile are relative to, and what the
+// products of the first tile are to be multiplied by before those of the second are added.
+__device__ __forceinline__ void chunk_maxima(const float (&s)[CHUNK / 2], float (&m)[2], float (&mc)[2][2], float (&corr)[2],
+                                             float c) {
+  float tops[2][2][TILE / 8];
+#pragma unroll
+  for (int t = 0; t < 2; ++t)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int n = 0; n < TILE / 8; ++n) tops[t][i][n] = fmaxf(s[32 * t + 4 * n + 2 * i], s[32 * t + 4 * n + 2 * i + 1]);
+#pragma unroll
+      for (int step = TILE / 16; step > 0; step >>= 1)
+#pragma unroll
+        for (int n = 0; n < step; ++n) tops[t][i][n] = fmaxf(tops[t][i][n], tops[t][i][n + step]);
+    }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float first = quad_max(tops[0][i][0]), top = fmaxf(first, quad_max(tops[1][i][0]));
+    corr[i] = rescale_factor(first, top, c);
+    mc[0][i] = __fmul_rn(finite_max(first), c);
+    mc[1][i] = __fmul_rn(finite_max(top), c);
+    m[i] = top;
+  }
+}
+
+// Turns the scores of tile t of a chunk into p, packed as A fragments, and their sums.
+template <class T, int t>
+__device__ __forceinline__ void tile_exponentials(const float (&s)[CHUNK / 2], u32 (&p)[TILE / 16][4], float (&sum)[2],
+                                                  const float (&mc)[2], float c) {
+#pragma unroll
+  for (int j = 0; j < TILE / 16; ++j) {
+    float e[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) e[i] = softmax_exp(s[32 * t + 8 * j + i], c, mc[i >> 1 & 1]);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float g = group_sum(e[2 * i], e[2 * i + 1], e[4 + 2 * i], e[4 + 2 * i + 1]);
+      sum[i] = j == 0 ? g : sum[i] + g;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) p[j][i] = pack2<T>(e[2 * i], e[2 * i + 1]);
+  }
+}
+
+template <class T, int D, int Kind, int Groups, int Stages>
+__global__ void __launch_bounds__((Groups + 1) * 128, 1)
+    attention_prefill_sm90_chunk(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+                                 const __grid_constant__ TensorMap v_map, T *__restrict__ out, float *__restrict__ lse,
+                           const int *__restrict__ cu_q, const int *__restrict__ cu_k, const int *__restrict__ tables,
+                           const int *__restrict__ seq_lens, int batch, int q_tokens, int kv_tokens, int num_heads, int group,
+                           int max_blocks, int page_shift, int num_blocks, int items, int causal, float scale, float c) {
+  extern __shared__ __align__(1024) unsigned char smem[];
+  const Shared<D, Groups, Stages, CHUNK, 2> shared(smem);
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), lane = threadIdx.x & 31;
+  if (threadIdx.x == 0) {
+    shared.init();
+    prefetch_tensor_map(&q_map);
+    prefetch_tensor_map(&k_map);
+    prefetch_tensor_map(&v_map);
+  }
+  __syncthreads();
+
+  if (warpgroup == 0) {
+    fewer_registers<Registers<D, Groups>::Few>();
+    produce<D, Kind>(shared, q_map, k_map, v_map, cu_q, cu_k, tables, seq_lens, batch, q_tokens, kv_tokens, num_heads, group,
+                     max_blocks, page_shift, num_blocks, items, causal);
+  } else {  // consumers
+    more_registers<Registers<D, Groups>::Many>();
+    const int consumer = warpgroup - 1, warp = threadIdx.x >> 5 & 3;
+    const u64 q_base = wgmma_descriptor(shared.queries + consumer * shared.Queries);
+    const u64 k_base = wgmma_descriptor(shared.keys), v_base = wgmma_descriptor_n_major(shared.values, shared.Block);
+    // M and L of both rows: needed once in a chunk, and the loop has no register to spare
+    using Kept = Vec<float, 4>;
+    Kept *const kept = shared.kept + consumer * 128 + (threadIdx.x & 127);
+    float s[CHUNK / 2], acc[D / 2], total[D / 2];
+    u32 p0[TILE / 16][4], p1[TILE / 16][4];
+
+    if (consumer == Groups - 1) named_barrier_arrive(1 + Groups, 256);
+    const Item *item;
+    u32 n = 0, items_done = 0;  // the chunk that comes next, counted through all items; items before this one
+    // chunks with a key that a row of this warpgroup sees; from `plain` on some rows do not see every key
+    u32 begin = 0, end = 0, plain = 0;
+    int steps, tiles = 0, q_slot = 0;
+    auto key_of = [&](u32 t) { return (int)(t - begin) * CHUNK; };
+    auto release = [&](u64 *empty, u32 tile) {  // this warp has read it
+      if (lane == 0) mbarrier_arrive(empty + tile % Stages);
+    };
+    auto keys_ready = [&](u32 t) { mbarrier_wait(shared.k_full + t % Stages, t / Stages & 1); };
+    auto values_ready = [&](u32 t) {
+      mbarrier_wait(shared.v_full + t % Stages, t / Stages & 1);
+      if (t < plain || key_of(t) + CHUNK <= item->len) return;
+      // rows past the end may hold anything: 0 * NaN is not 0
+      unsigned char *const rows = shared.values + t % Stages * shared.Step;
+      const int first = item->len - key_of(t);
+#pragma unroll 1
+      for (int i = threadIdx.x & 127; i < D / 64 * (CHUNK * 8); i += 128)
+        if ((i >> 3 & (CHUNK - 1)) >= first) *reinterpret_cast<uint4 *>(rows + i * 16) = make_uint4(0, 0, 0, 0);
+      async_proxy_fence();
+      named_barrier_sync(1 + opaque(consumer), 128);
+    };
+    auto multiply_keys = [&](u32 t) {  // starts s = q k^T
+      const u64 tile = k_base + t % Stages * (shared.Step >> 4), rows = q_base + q_slot * (shared.Queries >> 4);
+      wgmma_pin(s);
+      wgmma_fence();
+#pragma unroll
+      for (int kk = 0; kk < D / 16; ++kk)
+        Wgmma<T, CHUNK>::multiply(s, rows + kk / 4 * (8192 >> 4) + kk % 4 * 2, tile + kk / 4 * (shared.Block >> 4) + kk % 4 * 2,
+                                  kk > 0);
+      wgmma_commit();
+    };
+    auto multiply_values = [&](const u32(&p)[TILE / 16][4], u32 t, int half) {  // starts acc (+)= p v for a tile of the chunk
+      const u64 tile = v_base + t % Stages * (shared.Step >> 4) + half * (TILE / 16 * 128);
+      wgmma_pin(acc);
+      wgmma_fence();
+#pragma unroll
+      for (int j = 0; j < TILE / 16; ++j)
+        WgmmaRegisters<T, D, 1>::multiply(acc, p[j], tile + j * 128, j > 0 ? 1 : half);
+      wgmma_commit();
+    };
+    // The warpgroups start their products in turn: one multiplies while the others take exponentials.
+    auto take_turn = [&]() {
+      named_barrier_sync(1 + Groups + opaque(consumer), 256);
+    };
+    auto pass_turn = [&]() {
+      named_barrier_arrive(1 + Groups + opaque(consumer + 1) % Groups, 256);
+    };
+    auto mask = [&](u32 t) {
+      if constexpr (Kind == Paged) {
+        const u32 boxes = shared.lost[t % Stages];
+        if (boxes != 0) {
+          const int shift = min(page_shift, 7);
+#pragma unroll
+          for (int e = 0; e < CHUNK / 2; ++e)
+            if (boxes >> (e / 8 * 16 >> shift) & 1) s[e] = CUKERN_NAN;
+        }
+      }
+      if (t >= plain) {
+        const int key = key_of(t) + (lane & 3) * 2, len = item->len;
+        const int row = item->limit + consumer * 64 + warp * 16 + (lane >> 2);
+        const int bound[2] = {min(row, len) - key, min(row + 8, len) - key};
+#pragma unroll
+        for (int e = 0; e < CHUNK / 2; ++e)
+          if (e / 4 * 8 + (e & 1) >= bound[e >> 1 & 1]) s[e] = -CUKERN_INF;
+      }
+    };
+    float m[2], l[2], corr[2], a[2], b[2];
+    auto end_chunk = [&]() {
+      const Kept old = *kept;
+      ChunkMerge merge[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        merge[i].M = old.v[i];
+        merge[i].L = old.v[2 + i];
+        merge[i].step(m[i], l[i], c);
+        a[i] = merge[i].a;
+        b[i] = merge[i].b;
+      }
+      *kept = Kept{{merge[0].M, merge[1].M, merge[0].L, merge[1].L}};
+    };
+    auto add_chunk = [&]() {
+#pragma unroll
+      for (int e = 0; e < D / 2; ++e) {
+        ChunkMerge merge;
+        merge.a = a[e >> 1 & 1];
+        merge.b = b[e >> 1 & 1];
+        total[e] = merge.add(total[e], acc[e]);
+      }
+    };
+    auto rescale = [&]() {
+#pragma unroll
+      for (int e = 0; e < D / 2; ++e) acc[e] = __fmul_rn(acc[e], corr[e >> 1 & 1]);
+    };
+
+    // What comes next, and its first products.
+    auto begin_item = [&]() {
+      q_slot = (items_done & 1) * Groups;
+      mbarrier_wait(shared.q_full + q_slot + consumer, items_done >> 1 & 1);
+      item = shared.items + items_done % ITEMS;
+      auto uniform = [](int x) { return __shfl_sync(0xffffffffu, x, 0); };  // into registers that a warp shares
+      steps = uniform(item->steps);
+      const int row0 = consumer * 64, limit = item->limit + row0;
+      const int seen = row0 < item->rows ? min(min(item->rows - row0, 64) - 1 + limit, item->len) : 0;
+      tiles = uniform(ceil_div(max(seen, 0), TILE));
+      begin = n;
+      end = n + ceil_div(tiles, 2);
+      plain = n + uniform(min(max(limit, 0), item->len) / CHUNK);
+      if (steps > 0) keys_ready(n);
+      multiply_keys(n);  // even where there are none: what is under way must not depend on it
+    };
+
+    begin_item();
+    while (steps >= 0) {
+      *kept = Kept{{-CUKERN_INF, -CUKERN_INF, 0.f, 0.f}};
+#pragma unroll
+      for (int e = 0; e < D / 2; ++e) total[e] = 0.f;
+      wgmma_wait<0>();
+      wgmma_pin(s);
+      if (n != end) {
+        for (;; ++n) {
+          mask(n);
+          release(shared.k_empty, n);
+          float mc[2][2], sum[2];
+          chunk_maxima(s, m, mc, corr, c);
+          wgmma_wait<0>();
+          if (n != begin) {
+            wgmma_pin(acc);
+            release(shared.v_empty, n - 1);
+            add_chunk();
+          }
+          tile_exponentials<T, 0>(s, p0, l, mc[0], c);
+          values_ready(n);
+          multiply_values(p0, n, 0);
+          tile_exponentials<T, 1>(s, p1, sum, mc[1], c);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) l[i] = update_sum(l[i], corr[i], sum[i]);
+          if (n + 1 == end) break;
+          keys_ready(n + 1);
+          wgmma_wait<0>();
+          wgmma_pin(acc);
+          rescale();
+          take_turn();
+          multiply_keys(n + 1);
+          multiply_values(p1, n, 1);
+          pass_turn();
+          end_chunk();
+          wgmma_wait<1>();
+          wgmma_pin(s);
+        }
+        wgmma_wait<0>();
+        wgmma_pin(acc);
+        take_turn();
+        if ((tiles & 1) == 0) {
+          rescale();
+          multiply_values(p1, n, 1);
+          wgmma_wait<0>();
+          wgmma_pin(acc);
+        }
+        pass_turn();
+        end_chunk();
+        if (lane == 0) mbarrier_arrive(shared.q_empty + q_slot + consumer);
+        release(shared.v_empty, end - 1);
+        add_chunk();
+      } else {
+        if (lane == 0) mbarrier_arrive(shared.q_empty + q_slot + consumer);
+      }
+      for (u32 t = end; t != begin + steps; ++t) {  // chunks for the other warpgroups
+        take_turn();
+        pass_turn();
+        keys_ready(t);
+        release(shared.k_empty, t);
+        mbarrier_wait(shared.v_full + t % Stages, t / Stages & 1);
+        release(shared.v_empty, t);
+      }
+
+      const Item *const done = item;
+      const int slot = items_done % ITEMS;
+      n = begin + steps;
+      ++items_done;
+      begin_item();  // its first products run while this one is written
+      const int valid = done->rows - consumer * 64, head = done->head;
+      const i64 out_row = done->out_row + consumer * 64;
+      const Kept last = *kept;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float sum = quad_sum(last.v[2 + i]), norm = softmax_norm(sum);
+        const int row = warp * 16 + (lane >> 2) + 8 * i;
+        if (lse != nullptr && (lane & 3) == 0 && row < valid)
+          lse[(out_row + row) * num_heads + head] = softmax_lse(last.v[i], sum, scale);
+#pragma unroll
+        for (int e = 0; e < D / 2; ++e)
+          if ((e >> 1 & 1) == i) total[e] = __fmul_rn(total[e], norm);
+      }
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(shared.item_empty + slot);
+      store_halves<D>(total, out + out_row * num_heads * D, 0, head * D, valid, num_heads * D);
+    }
+    wgmma_wait<0>();
+    wgmma_pin(s);
+  }
+}
