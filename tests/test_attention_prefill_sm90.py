@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -47,9 +50,35 @@ def same(a: np.ndarray, b: np.ndarray) -> None:
     np.testing.assert_array_equal(bits(np.where(nan, 0, a).astype(a.dtype)), bits(np.where(nan, 0, b).astype(b.dtype)))
 
 
+ENDS = """
+import cupy, sys
+from cukern.ops import _attention_sm90 as hopper
+from cukern.ops.attention_prefill import _attention_prefill_variant
+for d in hopper.HEAD_DIMS:
+    for variant in hopper.candidates(d):
+        if variant.kernel != sys.argv[1]:
+            continue
+        q, k = cupy.ones((900, 40, d), "e"), cupy.ones((900, 8, d), "e")
+        cu = cupy.array([0, 100, 164, 900], "i")
+        _attention_prefill_variant(variant, q[None], k[None], k[None])
+        _attention_prefill_variant(variant, q, k, k, cu_seqlens_q=cu)
+cupy.cuda.runtime.deviceSynchronize()
+"""
+
+
+@functools.cache
+def ends(kernel: str) -> bool:
+    """Whether a kernel ends, tried in a process that can be stopped: one that waits for ever would hold up all tests."""
+    try:
+        return subprocess.run([sys.executable, "-c", ENDS, kernel], timeout=60, check=False).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
 def check(variant: HopperVariant, *arrays: np.ndarray, **options: Any) -> None:
     """Output and lse have the bits of the portable kernel."""
     cupy = on_hopper()
+    assert ends(variant.kernel), f"{variant.kernel} hangs, or fails, in a process of its own"
     q, k, v = (cupy.asarray(a) for a in arrays)
     options = {n: cupy.asarray(a) if isinstance(a, np.ndarray) else a for n, a in options.items()}
     want, want_lse = _attention_prefill_variant(PORTABLE, q, k, v, return_lse=True, **options)
@@ -111,6 +140,7 @@ def test_scale_and_large_scores(rng: np.random.Generator, variant: HopperVariant
 @pytest.mark.parametrize(("variant", "d"), EVERY, ids=str)
 def test_views(rng: np.random.Generator, variant: HopperVariant, d: int) -> None:
     cupy = on_hopper()
+    assert ends(variant.kernel)
     qkv = cupy.asarray(normal(rng, (2, 333, 8, d), np.float16))
     q, k, v = qkv[:, :, :4], qkv[:, :, 4:6], qkv[:, :, 6:]
     want: Any = _attention_prefill_variant(PORTABLE, q, k, v)
@@ -163,6 +193,7 @@ def test_wrong_lengths_stay_inside(rng: np.random.Generator, variant: HopperVari
     """A row that two readings of wrong lengths agree on, the first, is right; nothing else is written to."""
     cupy = on_hopper()
     q, k, v = (cupy.asarray(normal(rng, (300, h, d), np.float16)) for h in (4, 2, 2))
+    assert ends(variant.kernel)
     room = cupy.full((500, 4, d), 7, np.float16)
     wrong = cupy.asarray(np.array(cu, np.int32))
     _attention_prefill_variant(variant, q, k, v, cu_seqlens_q=wrong, out=room[100:400], causal=False)
