@@ -1,15 +1,16 @@
 // Linear layer on Hopper's tensor cores (sm_90a only): y[m, j] = sum_k x[m, k] w[j, k]  (+ bias[j])  (+ residual[m, j])
 //
 // Layouts    x [M, K], w [N, K] (T = half or bf16) through tensor maps with boxes of 64 columns, 128-byte swizzle;
-//            bias [N] float, out [M, N]; with `Through` the map of `out`, which is also the residual, in boxes of
-//            64 (XRows) rows x strip_columns(columns of a warpgroup), swizzled by the box's width. All row-major. N % 8 == 0, K % 8 == 0, bases
-//            at multiples of 16 bytes.
+//            bias [N] float, out [M, N]; with `Through` the map of `out`, which is also the residual, in boxes of 64 (XRows)
+//            rows x strip_columns(columns of a warpgroup), swizzled by the box's width. All row-major. N % 8 == 0,
+//            K % 8 == 0, bases at multiples of 16 bytes.
 // Order      The numerics contract, item 1, and the bits of linear.cu: mma steps of 16 k, ascending, inside segments of
 //            `Segment` k (0: all of K); every segment starts from zero; segment sums are added in ascending order in float32.
 // Bound      flops, 2 M N K; bytes of the weight for small M.
 // Launch     Persistent: clusters of ClusterM x ClusterN blocks, at most one block to a multiprocessor, 1-D grid;
-//            (GroupsM GroupsN + 1) 128 threads; dynamic shared memory: the ring and 16 bytes of barriers to a buffer. With
-//            pdl=True and weight_ready the first tiles of w are fetched while the kernel ahead still runs.
+//            (GroupsM GroupsN + 1) 128 threads; dynamic shared memory: the ring and, to a buffer, 16 bytes of barriers and 8
+//            more for each consumer. With pdl=True and weight_ready the first tiles of w are fetched while the kernel ahead
+//            still runs.
 // Templates  A block computes BM x BN, BM = 64 MI GroupsM, BN: one producer warp copies K-tiles of 64 into a ring of `Stages`
 //            buffers, and GroupsM x GroupsN consumer warpgroups multiply, each 64 MI x BN / GroupsN outputs. Blocks of a cluster
 //            share tiles of w (along M) and of x (along N): each copies its part to all. `Lag`: each further warpgroup starts
@@ -43,7 +44,7 @@ __global__ void __launch_bounds__((GroupsM *GroupsN + 1) * 128, 1)
                 int weight_ready) {
   constexpr int Groups = GroupsM * GroupsN, Cluster = ClusterM * ClusterN;
   constexpr int BM = XRows ? XRows : 64 * MI * GroupsM, WN = BN / GroupsN;  // rows of a block, columns of a warpgroup
-  // rows that this block copies for its cluster; x in turns if its parts would be smaller than a swizzle atom
+  // rows that this block copies for its cluster; where parts of x would be smaller than a swizzle atom, blocks take turns
   constexpr bool Turns = BM % (8 * ClusterN) != 0;
   constexpr int XPart = Turns ? BM : BM / ClusterN, WPart = BN / ClusterM;
   constexpr int StageBytes = (BM + BN) * ROW_BYTES;
@@ -56,7 +57,8 @@ __global__ void __launch_bounds__((GroupsM *GroupsN + 1) * 128, 1)
   static_assert(Segment % BK == 0, "a segment ends with a tile");
   static_assert(XRows == 0 || (XRows % 16 == 0 && XRows < 64 && MI * GroupsM == 1), "few rows: one warpgroup along M");
   static_assert(Lag * (Groups - 1) < Stages, "the ring holds the lag");
-  static_assert(!Through || ((sizeof(Out) == 4 || Through == THROUGH_EMPTY) && WN % Strip == 0 && Held > 0 && Extra <= Stages), "the results of a tile in the ring");
+  static_assert(!Through || (WN % Strip == 0 && Held > 0 && Extra <= Stages), "the results of a tile in the ring");
+  static_assert(Through != THROUGH_RESIDUAL || sizeof(Out) == 4, "residuals are float");
 
   extern __shared__ __align__(1024) unsigned char smem[];
   u64 *const full = reinterpret_cast<u64 *>(smem + Stages * StageBytes), *const empty = full + Stages;
@@ -189,10 +191,12 @@ __global__ void __launch_bounds__((GroupsM *GroupsN + 1) * 128, 1)
             done_phase ^= 1u << stage;
             unsigned char *const boxes = smem + stage * StageBytes + group_m * MI * BoxBytes;
             if (lane == 0) {
-              for (int s = max(first, group_n * (WN / Strip)); s < min(first + Held, min(Strips, (group_n + 1) * (WN / Strip))); ++s)
+              constexpr int Mine = WN / Strip;  // strips of a warpgroup
+              const int end = min(first + Held, (group_n + 1) * Mine);
+              for (int s = max(first, group_n * Mine); s < end; ++s)
                 for (int i = 0; i < MI; ++i)
                   tma_store_2d(&out_map, boxes + (s - first) * StripBytes + i * BoxBytes,
-                               column + (s - group_n * (WN / Strip)) * Strip, row + i * 64);
+                               column + (s - group_n * Mine) * Strip, row + i * 64);
               bulk_commit();
               bulk_wait_read<0>();
             }
