@@ -68,7 +68,7 @@ cupy.cuda.runtime.deviceSynchronize()
 
 @functools.cache
 def ends(kernel: str) -> bool:
-    """Whether a kernel ends, tried in a process that can be stopped: one that waits for ever would hold up all tests."""
+    """Whether a kernel ends, tried in a process that can be stopped: one that hangs would hold up all tests."""
     try:
         return subprocess.run([sys.executable, "-c", ENDS, kernel], timeout=60, check=False).returncode == 0
     except subprocess.TimeoutExpired:
