@@ -60,10 +60,7 @@ __device__ __forceinline__ void prepare(unsigned char *shared, const int *token_
   constexpr int Pointers = LAYERS * (int)(sizeof(LayerPointers) / 8);
   for (int i = thread; i < Pointers; i += THREADS)
     reinterpret_cast<u64 *>(plan.layers)[i] = reinterpret_cast<const u64 *>(layers)[i];
-  if (thread == 0) {
-    plan.head = reinterpret_cast<u64>(head);
-    plan.barrier = 0;
-  }
+  if (thread == 0) plan.head = reinterpret_cast<u64>(head);
   if (thread < ROWS) {
     RowState row;
     row.slot = slots[thread];
@@ -130,7 +127,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   stream.start();
   int unit = threadIdx.x >> 5;  // this warp's next unit, counted from the start of the next product
 
-  GridBarrier barrier{state, &const_cast<Plan &>(plan).barrier};
+  GridBarrier barrier(state);
   auto sent = [&]() {
     if (!DIRECT) barrier.arrive();
   };
@@ -163,14 +160,14 @@ __global__ void __launch_bounds__(THREADS, 1)
   // Of what other blocks have sent, or of the tokens' embeddings where the layer is 0.
   auto norm_from = [&](int layer, const Link &link, int point) {
     norm_rows(x, groups, norm, eps, [&](int row, int column) {
-      Vec<float, 2> v;
+      Vec<float, 4> v;
       if (layer > 0) {
         v = link.receive_floats<HIDDEN>(row, column);
       } else {
         const int id = rows[row].embedding;
-        const Vec<T, 2> e = load_vec<T, 2>(embedding + (i64)max(id, 0) * HIDDEN + column);
+        const Vec<T, 4> e = load_vec<T, 4>(embedding + (i64)max(id, 0) * HIDDEN + column);
 #pragma unroll
-        for (int j = 0; j < 2; ++j) v.v[j] = id < 0 ? CUKERN_NAN : to_float(e.v[j]);
+        for (int j = 0; j < 4; ++j) v.v[j] = id < 0 ? CUKERN_NAN : to_float(e.v[j]);
       }
       MARK(plan, point);
       (void)point;
@@ -180,14 +177,14 @@ __global__ void __launch_bounds__(THREADS, 1)
 
 #pragma unroll 1
   for (int layer = 0; layer < LAYERS; ++layer) {
-    auto w = [&]() -> const LayerPointers & { return plan.layers[opaque(layer)]; };  // no address is kept
+    const LayerPointers &w = plan.layers[layer];
     // ---- 1: QKV. What does not depend on the layer before is fetched while waiting for it.
-    norm.announce(reinterpret_cast<const float *>(w().input_norm));
-    const int self = this_thread();
-    if (has_item && self < 2 * HEAD_DIM)
-      head_norms[self] = reinterpret_cast<const float *>(self < HEAD_DIM ? w().q_norm : w().k_norm)[self % HEAD_DIM];
+    norm.announce(reinterpret_cast<const float *>(w.input_norm));
+    if (has_item && threadIdx.x < 2 * HEAD_DIM)
+      head_norms[threadIdx.x] =
+          reinterpret_cast<const float *>(threadIdx.x < HEAD_DIM ? w.q_norm : w.k_norm)[threadIdx.x % HEAD_DIM];
     if (!OVERLAY) fetch_first_item(layer);
-    if (blockIdx.x == gridDim.x - 1) fetch_norms(w(), layer + 1 < LAYERS ? plan.layers + layer + 1 : nullptr, final_norm);
+    if (blockIdx.x == gridDim.x - 1) fetch_norms(w, layer + 1 < LAYERS ? plan.layers + layer + 1 : nullptr, final_norm);
     MARKS_OF(layer);
     MARK(plan, 0);
     if (layer > 0) meet();
@@ -196,7 +193,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     MARK(plan, 2);
     attention.qkv.tag = attention.out.tag = tag;
     multiply<QKV>(stream, unit, x, zeros, partial,
-                  StoreRounded<QKV_SIZE, T>{reinterpret_cast<const float *>(w().qkv_bias), attention.qkv});
+                  StoreRounded<QKV_SIZE, T>{reinterpret_cast<const float *>(w.qkv_bias), attention.qkv});
     sent();
     if (OVERLAY) fetch_first_item(layer);
     meet();
@@ -243,9 +240,9 @@ __global__ void __launch_bounds__(THREADS, 1)
     MARK(plan, 24);
     const int own_column = plan.first[O] * 8;
     multiply<O>(stream, unit, x, zeros, partial,
-                AddToResidual<T>{reinterpret_cast<const float *>(w().o_bias), own, Link{after_attention, tag}, own_column});
+                AddToResidual<T>{reinterpret_cast<const float *>(w.o_bias), own, Link{after_attention, tag}, own_column});
     sent();
-    norm.announce(reinterpret_cast<const float *>(w().post_norm));
+    norm.announce(reinterpret_cast<const float *>(w.post_norm));
     MARK(plan, 31);
     meet();
 

@@ -131,13 +131,12 @@ def plan_layout(config: Qwen3Config, batch: int, blocks: int, max_shared_mem: in
 
 def _fixed_bytes(c: Qwen3Config, rows: int, partials: int, owned: int, overlay: bool) -> int:
     """Shared memory without the rings: struct Shared of kernels_src/decode/shape.cuh."""
-    longest = max(c.hidden_size, c.q_size, c.intermediate_size)
-    x = rows * (-(-longest // 32) * 32 + (32 if rows <= 8 else 8)) * 2
+    x = rows * (max(c.hidden_size, c.q_size, c.intermediate_size) + 8) * 2
     kv = max(2 * ATTN_CHUNK * c.head_dim * 2, _MERGE_BYTES)
     groups = ATTN_CHUNK // 16
     attention = 16 * c.head_dim * 2 + 16 * ATTN_CHUNK * 2 + (16 + 64) * groups * 4
-    state = (partials + owned) * rows * 32 + rows * 64 + 2 * c.head_dim * 4 + rows * c.head_dim * 4 + rows * 32
-    plan = c.num_hidden_layers * 80 + 2 * 8 + 2 * 5 * 4
+    state = (partials + owned) * rows * 32 + rows * 32 + 2 * c.head_dim * 4 + rows * c.head_dim * 4 + rows * 32
+    plan = c.num_hidden_layers * 80 + 8 + 2 * 5 * 4
     return 16 + (max(x, kv) if overlay else x + kv) + attention + state + plan
 
 

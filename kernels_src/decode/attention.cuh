@@ -12,11 +12,6 @@
 
 constexpr int HEAD_LANES = HEAD_DIM > 128 ? 16 : HEAD_DIM > 64 ? 8 : HEAD_DIM > 32 ? 4 : HEAD_DIM > 16 ? 2 : 1;
 
-template <class T> __device__ __forceinline__ Vec<T, 8> as_vec(const u32 (&a)[2], const u32 (&b)[2]) {
-  const uint4 raw = make_uint4(a[0], a[1], b[0], b[1]);
-  return *reinterpret_cast<const Vec<T, 8> *>(&raw);
-}
-
 struct Item {
   int row, kv_head, chunk;
 };
@@ -81,11 +76,8 @@ template <class T> struct Attention {
     if ((self & ~31) >= (GROUP + 2) * HEAD_LANES) return h;  // the whole warp
     if (h.active) {
       const int from = h.head < GROUP ? i.kv_head * GROUP + h.head : HEADS + (h.head - GROUP) * KV_HEADS + i.kv_head;
-      const int column = from * HEAD_DIM + h.element, other = column + HEAD_DIM / 2;
-      u32 v[4][2];
-      qkv.receive4<QKV_SIZE, T, 4>(v, i.row, {column, column + 4, other, other + 4}, 15u);
-      h.first = as_vec<T>(v[0], v[1]);
-      h.second = as_vec<T>(v[2], v[3]);
+      const int column = from * HEAD_DIM + h.element;
+      qkv.receive16<QKV_SIZE, T>(h.first, h.second, i.row, column, column + HEAD_DIM / 2);
     }
     MARK(plan, 10);
     const float sum = head_squares(h.first, h.second, HEAD_LANES);
@@ -138,32 +130,14 @@ template <class T> struct Attention {
     // Scores: a warp takes 16 keys.
     float s[2][4] = {};
     if (warp < KEY_GROUPS) {
-      constexpr int Steps = HEAD_DIM / 16, Ahead = Steps < 4 ? Steps : 4;  // keys asked for ahead of their use
-      const int k_at = key_lane<HEAD_DIM>();
-      u32 f[Ahead][4], a[2][4];
+      const int a_at = a_lane<HEAD_DIM>(), k_at = key_lane<HEAD_DIM>();
 #pragma unroll
-      for (int kk = 0; kk < Ahead; ++kk) ldmatrix_x4(f[kk], keys + fragment_at<HEAD_DIM>(k_at, 0, kk) + warp * 16 * HEAD_DIM);
-#pragma unroll
-      for (int kk = 0; kk < Steps; ++kk) {
-        if constexpr (Halves == 1 && HEAD_DIM % 32 == 0) {  // rows 0 to 7 of two steps at once; the others are zero
-          if (kk % 2 == 0) {
-            u32 r[4];
-            ldmatrix_x4(r, q + RowTile<HEAD_DIM>::at(lane & 7, kk * 2 + (lane >> 3)));
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              a[i][0] = r[2 * i];
-              a[i][2] = r[2 * i + 1];
-              a[i][1] = a[i][3] = 0u;
-            }
-          }
-        } else {
-          ldmatrix_x4(a[kk % 2], q + fragment_at<HEAD_DIM>(a_lane<HEAD_DIM>(), 0, kk));
-        }
-        const u32(&key)[4] = f[kk % Ahead];
-        mma_m16n8k16<T>(s[0], a[kk % 2], key[0], key[1]);
-        mma_m16n8k16<T>(s[1], a[kk % 2], key[2], key[3]);
-        if (kk + Ahead < Steps)
-          ldmatrix_x4(f[kk % Ahead], keys + fragment_at<HEAD_DIM>(k_at, 0, kk + Ahead) + warp * 16 * HEAD_DIM);
+      for (int kk = 0; kk < HEAD_DIM / 16; ++kk) {
+        u32 a[4], f[4];
+        ldmatrix_x4(a, q + fragment_at<HEAD_DIM>(a_at, 0, kk));
+        ldmatrix_x4(f, keys + fragment_at<HEAD_DIM>(k_at, 0, kk) + warp * 16 * HEAD_DIM);
+        mma_m16n8k16<T>(s[0], a, f[0], f[1]);
+        mma_m16n8k16<T>(s[1], a, f[2], f[3]);
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h)
@@ -250,11 +224,11 @@ template <class T> struct Attention {
       merge.step(m[r], l[r], c);
       const float norm = softmax_norm(quad_sum(merge.L));
       const int head = row + 8 * r;
-      const bool sends = head < GROUP && warp < HEAD_DIM / 16;
+      if (head >= GROUP || warp >= HEAD_DIM / 16) continue;
       const i64 to = (i64)i.row * HEADS + i.kv_head * GROUP + head, part = to * max_chunks + i.chunk;
       const bool words = DIRECT && !together;
       u64 *const sent = part_words + (to * INLINE_CHUNKS + i.chunk) * PART_WORDS;
-      if (!whole && warp == 0 && sends) {
+      if (!whole && warp == 0) {
         const int t = lane & 3;
         if (words) {
           if (t == 0) send_word(sent + HEAD_DIM, __float_as_uint(m[r]), out.tag);
@@ -265,23 +239,13 @@ template <class T> struct Attention {
           part_stats[part * 8 + 1 + t] = l[r];
         }
       }
-      if (whole) {  // pairs of lanes: the even one sends both pieces of the first eight columns, the odd one of the others
-        u32 pair[2];
-#pragma unroll
-        for (int d = 0; d < 2; ++d)
-          pair[d] = pack2<T>(__fmul_rn(merge.add(0.f, acc[d][2 * r]), norm), __fmul_rn(merge.add(0.f, acc[d][2 * r + 1]), norm));
-        const bool odd = lane & 1;
-        const u32 got = __shfl_xor_sync(0xffffffffu, odd ? pair[0] : pair[1], 1);
-        const int at = warp * 16 + (odd ? 8 + column - 2 : column);
-        if (sends)
-          out.send4<Q_SIZE, T>(i.row, (i.kv_head * GROUP + head) * HEAD_DIM + at, odd ? got : pair[0], odd ? pair[1] : got);
-        continue;
-      }
 #pragma unroll
       for (int d = 0; d < 2; ++d) {
         const int at = warp * 16 + d * 8 + column;
-        if (!sends) continue;
-        if (words)
+        if (whole)
+          out.send_pair<Q_SIZE, T>(i.row, (i.kv_head * GROUP + head) * HEAD_DIM + at, __fmul_rn(merge.add(0.f, acc[d][2 * r]), norm),
+                           __fmul_rn(merge.add(0.f, acc[d][2 * r + 1]), norm));
+        else if (words)
           Link{sent, out.tag}.send_floats<HEAD_DIM>(0, at, acc[d][2 * r], acc[d][2 * r + 1]);
         else
           store_vec(part_acc + part * HEAD_DIM + at, Vec<float, 2>{acc[d][2 * r], acc[d][2 * r + 1]});
@@ -304,10 +268,12 @@ template <class T> struct Attention {
         total[e] = merge.add(total[e], acc[e]);
       }
     }
-    __device__ __forceinline__ void store(T *row, int element) const {
+    __device__ __forceinline__ void store(T *to) const {
       const float norm = softmax_norm((l[0] + l[1]) + (l[2] + l[3]));  // as quad_sum
-      store_x(row, element, pack2<T>(__fmul_rn(total[0], norm), __fmul_rn(total[1], norm)),
-              pack2<T>(__fmul_rn(total[2], norm), __fmul_rn(total[3], norm)));
+      float y[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) y[e] = __fmul_rn(total[e], norm);
+      store_floats<T, 4>(to, y);
     }
   };
 
@@ -315,12 +281,10 @@ template <class T> struct Attention {
   // 5 floats a head and chunk. Called by the whole block.
   __device__ __forceinline__ void load_merged(T *x, float *stats) const {
     if (items() == ROWS * KV_HEADS) return load_rows<Q_SIZE>(x, out);  // one chunk each
-    for (int i = this_thread(); i < ROWS * (Q_SIZE / 4); i += THREADS) {
-      const int row = i / (Q_SIZE / 4), element = i % (Q_SIZE / 4) * 4;
-      if (rows[row].chunks > 1) continue;
-      u32 v[1][2];
-      out.receive4<Q_SIZE, T, 1>(v, row, {element}, 1u);
-      store_x(x + row * x_pitch(Q_SIZE), element, v[0][0], v[0][1]);
+    for (int i = this_thread(); i < ROWS * (Q_SIZE / 8); i += THREADS) {
+      const int row = i / (Q_SIZE / 8), element = i % (Q_SIZE / 8) * 8;
+      T *const to = x + row * x_pitch(Q_SIZE) + element;
+      if (rows[row].chunks == 1) store_vec(to, out.template receive8<Q_SIZE, T>(row, element));
     }
     if constexpr (DIRECT)
       merge_words(x, stats);
@@ -342,7 +306,7 @@ template <class T> struct Attention {
         const Vec<float, 4> acc = load_vec<float, 4>(part_acc + (part + chunk) * HEAD_DIM + element % HEAD_DIM);
         merged.add(five, acc.v, c);
       }
-      merged.store(x + row * x_pitch(Q_SIZE), element);
+      merged.store(x + row * x_pitch(Q_SIZE) + element);
     }
   }
 
@@ -351,8 +315,7 @@ template <class T> struct Attention {
   __device__ __forceinline__ void merge_words(T *x, float *stats) const {
     constexpr int Jobs = ROWS * (Q_SIZE / 4), Turns = ceil_div(Jobs, THREADS), Stats = ROWS * HEADS * INLINE_CHUNKS;
     static_assert(Stats <= THREADS, "one turn for the statistics");
-    constexpr int Pairs = 2 * INLINE_CHUNKS;  // of accumulators; four more of statistics
-    u32 v[Pairs + 4][2];
+    u32 v[INLINE_CHUNKS + 2][4];
 #pragma unroll 1
     for (int turn = 0; turn < Turns + (Turns > 1); ++turn) {
       // Where there is more than one turn, the first is for the statistics alone.
@@ -362,20 +325,26 @@ template <class T> struct Attention {
       const int chunks = rows[row].chunks, stat_chunks = rows[stat_head / HEADS].chunks;
       const bool merges = job >= 0 && job < Jobs && chunks > 1;
       const bool passes = stat < Stats && stat_chunks > 1 && stat_chunk < stat_chunks;
-      const u64 *at[Pairs + 4];
-      const u64 *const head_words =
-          part_words + ((i64)row * HEADS + element / HEAD_DIM) * INLINE_CHUNKS * PART_WORDS + element % HEAD_DIM;
-      const u64 *const stat_words = part_words + ((i64)stat_head * INLINE_CHUNKS + stat_chunk) * PART_WORDS + HEAD_DIM;
+      const u64 *first[INLINE_CHUNKS + 2], *second[INLINE_CHUNKS + 2];
 #pragma unroll
-      for (int i = 0; i < Pairs; ++i) at[i] = head_words + i / 2 * PART_WORDS + i % 2 * 2;
+      for (int chunk = 0; chunk < INLINE_CHUNKS; ++chunk) {
+        const Link part{part_words + (((i64)row * HEADS + element / HEAD_DIM) * INLINE_CHUNKS + chunk) * PART_WORDS, out.tag};
+        first[chunk] = part.template pair_of_words<HEAD_DIM>(0, element % HEAD_DIM / 2);
+        second[chunk] = first[chunk] + HEAD_DIM / 2;
+      }
+      u64 *const sent = part_words + ((i64)stat_head * INLINE_CHUNKS + stat_chunk) * PART_WORDS + HEAD_DIM;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) at[Pairs + i] = stat_words + 2 * i;
-      const u32 wanted = (merges ? (1u << 2 * chunks) - 1u : 0u) | (passes ? 15u << Pairs : 0u);
-      receive_pairs<Pairs + 4>(v, reinterpret_cast<const u64 *const(&)[Pairs + 4]>(at), wanted, out.tag);
+      for (int i = 0; i < 2; ++i) {
+        first[INLINE_CHUNKS + i] = sent + 4 * i;
+        second[INLINE_CHUNKS + i] = sent + 4 * i + 2;
+      }
+      const u32 wanted = (merges ? (1u << chunks) - 1u : 0u) | (passes ? 3u << INLINE_CHUNKS : 0u);
+      receive_words<INLINE_CHUNKS + 2>(v, reinterpret_cast<const u64 *const(&)[INLINE_CHUNKS + 2]>(first),
+                                       reinterpret_cast<const u64 *const(&)[INLINE_CHUNKS + 2]>(second), wanted, out.tag);
       if (passes)
 #pragma unroll
         for (int e = 0; e < 5; ++e)
-          stats[(stat_head * INLINE_CHUNKS + stat_chunk) * 5 + e] = __uint_as_float(v[Pairs + e / 2][e % 2]);
+          stats[(stat_head * INLINE_CHUNKS + stat_chunk) * 5 + e] = __uint_as_float(v[INLINE_CHUNKS + e / 4][e % 4]);
       __syncthreads();
       if (!merges) continue;
       Merged merged;
@@ -384,10 +353,10 @@ template <class T> struct Attention {
         if (chunk < chunks) {
           float acc[4];
 #pragma unroll
-          for (int e = 0; e < 4; ++e) acc[e] = __uint_as_float(v[2 * chunk + e / 2][e % 2]);
+          for (int e = 0; e < 4; ++e) acc[e] = __uint_as_float(v[chunk][e]);
           merged.add(stats + ((row * HEADS + element / HEAD_DIM) * INLINE_CHUNKS + chunk) * 5, acc, c);
         }
-      merged.store(x + row * x_pitch(Q_SIZE), element);
+      merged.store(x + row * x_pitch(Q_SIZE) + element);
     }
   }
 
@@ -403,7 +372,7 @@ template <class T> struct Attention {
                                              part_stats + (i64)head * max_chunks * 8, chunks, columns, c, M, sum);
       const float neighbour = __shfl_down_sync(0xffffffffu, y, 1);
       if ((int)threadIdx.x < columns && threadIdx.x % 2 == 0)
-        out.send_pair<Q_SIZE, T>(head / HEADS, head % HEADS * HEAD_DIM + column0 + threadIdx.x, pack2<T>(y, neighbour));
+        out.send_pair<Q_SIZE, T>(head / HEADS, head % HEADS * HEAD_DIM + column0 + threadIdx.x, y, neighbour);
     }
   }
 };

@@ -8,90 +8,95 @@
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
 
+// x in shared memory: ROWS rows of K elements, PAD apart.
+__device__ constexpr int x_pitch(int k) { return k + PAD; }
+
 // Results on their way to other blocks: rows of N values of T, or of N floats. With DIRECT they are tagged words, a pair of T
-// or one float in each; else plain arrays, behind a barrier.
+// or one float in each; else plain arrays, behind a barrier. The words of a row lie such that lanes which receive four words
+// each read whole sectors: the even pairs of words, then the odd ones.
+template <class T> __device__ __forceinline__ Vec<T, 8> as_vec(const u32 (&v)[4]) {
+  const uint4 raw = make_uint4(v[0], v[1], v[2], v[3]);
+  return *reinterpret_cast<const Vec<T, 8> *>(&raw);
+}
+
 struct Link {
   u64 *words;
   u32 tag;
 
-  template <int N, class T> __device__ __forceinline__ void send_pair(int row, int column, u32 pair) const {
-    const i64 word = ((i64)row * N + column) / 2;
-    if constexpr (DIRECT)
-      send_word(words + word, pair, tag);
-    else
-      reinterpret_cast<u32 *>(words)[word] = pair;
+  template <int Words> __device__ __forceinline__ u64 *pair_of_words(int row, int pair) const {
+    static_assert(Words % 4 == 0, "even and odd pairs");
+    return words + (i64)row * Words + ((pair & 1) * (Words / 4) + (pair >> 1)) * 2;
   }
-  // Four values of T, column % 4 == 0.
-  template <int N, class T> __device__ __forceinline__ void send4(int row, int column, u32 first, u32 second) const {
-    const i64 word = ((i64)row * N + column) / 2;
-    if constexpr (DIRECT)
-      send_words(words + word, first, second, tag);
-    else
-      *reinterpret_cast<uint2 *>(reinterpret_cast<u32 *>(words) + word) = make_uint2(first, second);
-  }
-  template <int N> __device__ __forceinline__ void send_floats(int row, int column, float first, float second) const {
-    const i64 word = (i64)row * N + column;
-    if constexpr (DIRECT)
-      send_words(words + word, __float_as_uint(first), __float_as_uint(second), tag);
-    else
-      store_vec(reinterpret_cast<float *>(words) + word, Vec<float, 2>{first, second});
+  template <int Words> __device__ __forceinline__ void receive(u32 (&payload)[4], int row, int word) const {
+    const u64 *const even[1] = {pair_of_words<Words>(row, word / 2)}, *const odd[1] = {even[0] + Words / 2};
+    u32 v[1][4];
+    receive_words<1>(v, even, odd, 1u, tag);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) payload[i] = v[0][i];
   }
 
-  // Pieces of four values of T at columns that are multiples of 4, those whose bit is set in `wanted`.
-  template <int N, class T, int Count>
-  __device__ __forceinline__ void receive4(u32 (&v)[Count][2], int row, const int (&column)[Count], u32 wanted) const {
+  template <int N, class T> __device__ __forceinline__ void send_pair(int row, int column, float first, float second) const {
+    const u32 pair = pack2<T>(first, second);
+    if constexpr (DIRECT)
+      send_word(pair_of_words<N / 2>(row, column / 4) + (column / 2 & 1), pair, tag);
+    else
+      reinterpret_cast<u32 *>(words)[((i64)row * N + column) / 2] = pair;
+  }
+  template <int N> __device__ __forceinline__ void send_floats(int row, int column, float first, float second) const {
+    if constexpr (DIRECT)
+      send_words(pair_of_words<N>(row, column / 2), __float_as_uint(first), __float_as_uint(second), tag);
+    else
+      store_vec(reinterpret_cast<float *>(words) + (i64)row * N + column, Vec<float, 2>{first, second});
+  }
+  template <int N, class T> __device__ __forceinline__ Vec<T, 8> receive8(int row, int column) const {
     if constexpr (DIRECT) {
-      const u64 *at[Count];
-#pragma unroll
-      for (int i = 0; i < Count; ++i) at[i] = words + ((i64)row * N + column[i]) / 2;
-      receive_pairs<Count>(v, reinterpret_cast<const u64 *const(&)[Count]>(at), wanted, tag);
+      u32 v[4];
+      receive<N / 2>(v, row, column / 2);
+      return as_vec<T>(v);
     } else {
-#pragma unroll
-      for (int i = 0; i < Count; ++i)
-        if (wanted >> i & 1) {
-          const uint2 raw = *reinterpret_cast<const uint2 *>(reinterpret_cast<const u32 *>(words) +
-                                                             ((i64)row * N + column[i]) / 2);
-          v[i][0] = raw.x;
-          v[i][1] = raw.y;
-        }
+      return load_vec<T, 8>(reinterpret_cast<const T *>(words) + (i64)row * N + column);
     }
   }
-  template <int N> __device__ __forceinline__ Vec<float, 2> receive_floats(int row, int column) const {
+  // Eight at `column` and eight at `other`.
+  template <int N, class T>
+  __device__ __forceinline__ void receive16(Vec<T, 8> &a, Vec<T, 8> &b, int row, int column, int other) const {
     if constexpr (DIRECT) {
-      const u64 *const at[1] = {words + (i64)row * N + column};
-      u32 v[1][2];
-      receive_pairs<1>(v, at, 1u, tag);
-      return Vec<float, 2>{__uint_as_float(v[0][0]), __uint_as_float(v[0][1])};
+      const u64 *const even[2] = {pair_of_words<N / 2>(row, column / 4), pair_of_words<N / 2>(row, other / 4)};
+      const u64 *const odd[2] = {even[0] + N / 4, even[1] + N / 4};
+      u32 v[2][4];
+      receive_words<2>(v, even, odd, 3u, tag);
+      a = as_vec<T>(v[0]);
+      b = as_vec<T>(v[1]);
     } else {
-      return load_vec<float, 2>(reinterpret_cast<const float *>(words) + (i64)row * N + column);
+      a = receive8<N, T>(row, column);
+      b = receive8<N, T>(row, other);
+    }
+  }
+  template <int N> __device__ __forceinline__ Vec<float, 4> receive_floats(int row, int column) const {
+    if constexpr (DIRECT) {
+      u32 v[4];
+      receive<N>(v, row, column);
+      return Vec<float, 4>{__uint_as_float(v[0]), __uint_as_float(v[1]), __uint_as_float(v[2]), __uint_as_float(v[3])};
+    } else {
+      return load_vec<float, 4>(reinterpret_cast<const float *>(words) + (i64)row * N + column);
     }
   }
 };
 
-// What is done with the finished sums of two or four neighbouring columns (of GATE_UP: as many gates and their ups).
+// What is done with the finished sums of two neighbouring columns (of GATE_UP: two gates and their ups).
 template <int N, class T> struct StoreRounded {  // T [ROWS, N]
   const float *bias;
   Link out;
-  template <int Columns> __device__ __forceinline__ void store(const float (&v)[Columns], int row, int column) const {
+  __device__ __forceinline__ void store(float a, float b, int row, int column) const {
     const LinearOutput<float> linear{bias, nullptr, nullptr, ROWS, N};
-    u32 pairs[Columns / 2];
-#pragma unroll
-    for (int i = 0; i < Columns / 2; ++i)
-      pairs[i] = pack2<T>(linear.finish(v[2 * i], 0, column + 2 * i), linear.finish(v[2 * i + 1], 0, column + 2 * i + 1));
-    if constexpr (Columns == 4)
-      out.send4<N, T>(row, column, pairs[0], pairs[1]);
-    else
-      out.send_pair<N, T>(row, column, pairs[0]);
+    out.send_pair<N, T>(row, column, linear.finish(a, 0, column), linear.finish(b, 0, column + 1));
   }
 };
 
 template <class T> struct StoreLogits {
   float *out;
-  template <int Columns> __device__ __forceinline__ void store(const float (&v)[Columns], int row, int column) const {
-    Vec<float, Columns> y;
-#pragma unroll
-    for (int i = 0; i < Columns; ++i) y.v[i] = v[i];
-    store_vec(out + (i64)row * VOCAB + column, y);
+  __device__ __forceinline__ void store(float a, float b, int row, int column) const {
+    store_vec(out + (i64)row * VOCAB + column, Vec<float, 2>{a, b});
   }
 };
 
@@ -102,11 +107,11 @@ template <class T> struct AddToResidual {
   float *own;
   Link out;
   int first_column;
-  __device__ __forceinline__ void store(const float (&v)[2], int row, int column) const {
+  __device__ __forceinline__ void store(float a, float b, int row, int column) const {
     float *const mine = own + row * OWNED * 8 + column - first_column;
     const LinearOutput<float> linear{bias, mine - column, nullptr, ROWS, HIDDEN};
-    mine[0] = linear.finish(v[0], column, column);
-    mine[1] = linear.finish(v[1], column + 1, column + 1);
+    mine[0] = linear.finish(a, column, column);
+    mine[1] = linear.finish(b, column + 1, column + 1);
     out.send_floats<HIDDEN>(row, column, mine[0], mine[1]);
   }
 };
@@ -116,59 +121,32 @@ template <class T> struct StoreSwiglu {  // T [ROWS, INTERMEDIATE]
   __device__ __forceinline__ static float swiglu(float gate, float up) {
     return silu_mul(to_float(from_float<T>(gate)), to_float(from_float<T>(up)));
   }
-  template <int Columns>
-  __device__ __forceinline__ void store(const float (&gate)[Columns], const float (&up)[Columns], int row, int column) const {
-    u32 pairs[Columns / 2];
-#pragma unroll
-    for (int i = 0; i < Columns / 2; ++i)
-      pairs[i] = pack2<T>(swiglu(gate[2 * i], up[2 * i]), swiglu(gate[2 * i + 1], up[2 * i + 1]));
-    if constexpr (Columns == 4)
-      out.send4<INTERMEDIATE, T>(row, column, pairs[0], pairs[1]);
-    else
-      out.send_pair<INTERMEDIATE, T>(row, column, pairs[0]);
+  __device__ __forceinline__ void store(float gate_a, float gate_b, float up_a, float up_b, int row, int column) const {
+    out.send_pair<INTERMEDIATE, T>(row, column, swiglu(gate_a, up_a), swiglu(gate_b, up_b));
   }
 };
-
-// x in shared memory: ROWS rows, x_pitch(K) apart; this is where element k of a row lies. With FRAGMENT_ORDER the four registers
-// that lane t needs of two k-steps are neighbours, (k 2t, 2t + 1), (2t + 8, 2t + 9) of the first step and then of the second: one
-// load of 16 bytes, the same for all lanes of a row, where ldmatrix would take four times the bandwidth for one row.
-__device__ __forceinline__ constexpr int x_offset(int k) {
-  return FRAGMENT_ORDER ? k / 32 * 32 + k % 8 / 2 * 8 + k / 16 % 2 * 4 + k / 8 % 2 * 2 + k % 2 : k;
-}
-// Elements k and k + 1, k even; four from k % 4 == 0.
-template <class T> __device__ __forceinline__ void store_x(T *row, int k, u32 pair) {
-  *reinterpret_cast<u32 *>(row + x_offset(k)) = pair;
-}
-template <class T> __device__ __forceinline__ void store_x(T *row, int k, u32 first, u32 second) {
-  if constexpr (FRAGMENT_ORDER) {
-    store_x(row, k, first);
-    store_x(row, k + 2, second);
-  } else {
-    *reinterpret_cast<uint2 *>(row + k) = make_uint2(first, second);
-  }
-}
 
 // Fragments of x for two k-steps at column k: all four registers of the mma's A operand for each. Rows of the tile beyond ROWS
 // are copies of row 0, and so are their sums, which nobody looks at.
 template <class T> struct Fragments {
-  const T *lane_row, *zeros;  // this lane's row at column 0
+  const T *lane_row, *zeros;  // this lane's row for ldmatrix at column 0
 
   __device__ __forceinline__ Fragments(const T *x, const T *zeros, int pitch, int lane) : zeros(zeros) {
-    const int row = FRAGMENT_ORDER ? lane >> 2 : lane & 15, piece = FRAGMENT_ORDER ? lane & 3 : lane >> 4;
+    const int row = ROWS <= 8 ? lane & 7 : lane & 15, piece = ROWS <= 8 ? lane >> 3 : lane >> 4;
     lane_row = x + (row < ROWS ? row : 0) * pitch + piece * 8;
   }
   // `both` false: the row ends after the first step, the second gets nothing of use.
   __device__ __forceinline__ void load(u32 (&a)[2][4], int k, bool both = true) const {
     const T *const from = lane_row + k;
-    if constexpr (FRAGMENT_ORDER) {
-      const uint2 first = *reinterpret_cast<const uint2 *>(from);
-      const uint2 second = both ? *reinterpret_cast<const uint2 *>(from + 4) : make_uint2(0, 0);
-      a[0][0] = first.x;
-      a[0][2] = first.y;
-      a[1][0] = second.x;
-      a[1][2] = second.y;
+    if constexpr (ROWS <= 8) {
+      u32 r[4];
+      ldmatrix_x4(r, both || (threadIdx.x & 31) < 16 ? from : zeros);
 #pragma unroll
-      for (int s = 0; s < 2; ++s) a[s][1] = a[s][3] = 0u;
+      for (int s = 0; s < 2; ++s) {
+        a[s][0] = r[2 * s];
+        a[s][2] = r[2 * s + 1];
+        a[s][1] = a[s][3] = 0u;
+      }
     } else {
 #pragma unroll
       for (int s = 0; s < 2; ++s) ldmatrix_x4(a[s], s == 0 || both ? from + s * 16 : zeros);
@@ -262,12 +240,12 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
     } else {
 #pragma unroll
       for (int h = 0; h < (ROWS > 8 ? 2 : 1); ++h) {
-        const float two[2] = {acc[2 * h], acc[2 * h + 1]};
+        const float a = acc[2 * h], b = acc[2 * h + 1];
         if constexpr (P == GATE_UP) {
-          const float up[2] = {__shfl_xor_sync(0xffffffffu, two[0], 2), __shfl_xor_sync(0xffffffffu, two[1], 2)};
-          if (t < 2 && g + 8 * h < ROWS) out.store(two, up, g + 8 * h, (first + tile) * 4 + 2 * t);
+          const float up_a = __shfl_xor_sync(0xffffffffu, a, 2), up_b = __shfl_xor_sync(0xffffffffu, b, 2);
+          if (t < 2 && g + 8 * h < ROWS) out.store(a, b, up_a, up_b, g + 8 * h, (first + tile) * 4 + 2 * t);
         } else if (g + 8 * h < ROWS) {
-          out.store(two, g + 8 * h, (first + tile) * 8 + 2 * t);
+          out.store(a, b, g + 8 * h, (first + tile) * 8 + 2 * t);
         }
       }
     }
@@ -280,29 +258,27 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
   __syncthreads();  // the sums are there, and x may be overwritten
   MARK(stream.plan, Mark + 3);
   if constexpr (Segments > 1) {
-    constexpr int Columns = P == O || P == DOWN ? 2 : 4, Pieces = (P == GATE_UP ? 4 : 8) / Columns;  // of a thread; of a tile
+    constexpr int Pairs = P == GATE_UP ? 2 : 4;
     const int tiles = units / Segments;
-    for (int e = self; e < tiles * ROWS * Pieces; e += THREADS) {
-      const int column = e % Pieces * Columns, row = e / Pieces % ROWS, tile = e / (Pieces * ROWS);
+    for (int e = self; e < tiles * ROWS * Pairs; e += THREADS) {
+      const int column = e % Pairs * 2, row = e / Pairs % ROWS, tile = e / (Pairs * ROWS);
       const float *const sums = partial + (tile * Segments * ROWS + row) * 8 + column;
-      float total[Columns], up[Columns];
-#pragma unroll
-      for (int i = 0; i < Columns; ++i) total[i] = up[i] = -0.f;  // the identity of addition
+      float a = -0.f, b = -0.f, up_a = -0.f, up_b = -0.f;  // -0 is the identity of addition
 #pragma unroll Segments <= 8 ? Segments : 6
       for (int s = 0; s < Segments; ++s) {
-        const Vec<float, Columns> v = load_vec<float, Columns>(sums + s * ROWS * 8);
-#pragma unroll
-        for (int i = 0; i < Columns; ++i) total[i] += v.v[i];
-        if constexpr (P == GATE_UP) {
-          const Vec<float, Columns> u = load_vec<float, Columns>(sums + s * ROWS * 8 + 4);
-#pragma unroll
-          for (int i = 0; i < Columns; ++i) up[i] += u.v[i];
+        const Vec<float, 2> v = load_vec<float, 2>(sums + s * ROWS * 8);
+        a += v.v[0];
+        b += v.v[1];
+        if (P == GATE_UP) {
+          const Vec<float, 2> up = load_vec<float, 2>(sums + s * ROWS * 8 + 4);
+          up_a += up.v[0];
+          up_b += up.v[1];
         }
       }
       if constexpr (P == GATE_UP)
-        out.store(total, up, row, (first + tile) * 4 + column);
+        out.store(a, b, up_a, up_b, row, (first + tile) * 4 + column);
       else
-        out.store(total, row, (first + tile) * 8 + column);
+        out.store(a, b, row, (first + tile) * 8 + column);
     }
   }
   MARK(stream.plan, Mark + 4);

@@ -49,15 +49,12 @@ constexpr int PART_WORDS = HEAD_DIM + 8;  // with DIRECT, a chunk of a head: acc
 
 // ---- shared memory
 constexpr int RING_ELEMENTS = 8 * RING_K;  // of a slot
-// Rows of x lie PAD elements apart, so that those which a warp reads together lie in different banks.
-constexpr bool FRAGMENT_ORDER = ROWS <= 8;  // see Fragments
-constexpr int PAD = FRAGMENT_ORDER ? 32 : 8;
-__device__ constexpr int x_pitch(int k) { return ceil_div(k, 32) * 32 + PAD; }
 constexpr int KEYS = ATTENTION_CHUNK, KEY_TILE = ATTENTION_TILE, KEY_GROUPS = KEYS / 16;
+constexpr int PAD = 8;  // elements between rows of x: the rows that ldmatrix reads together lie in different banks
 
 __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int LONGEST_K = larger(larger(HIDDEN, Q_SIZE), INTERMEDIATE);
-constexpr int X_BYTES = ROWS * x_pitch(LONGEST_K) * 2;
+constexpr int X_BYTES = ROWS * (LONGEST_K + PAD) * 2;
 constexpr int KV_BYTES = larger(2 * KEYS * HEAD_DIM * 2, (int)sizeof(MergeMemory));
 
 struct RowState {  // of a sequence; does not change during a step
@@ -72,7 +69,7 @@ struct LayerPointers {
 
 struct Plan {
   LayerPointers layers[LAYERS];
-  u64 head, barrier;  // address of the head's weight; see GridBarrier
+  u64 head;
   int first[5], units[5];
 #if PROFILE
   u32 *marks[WARPS];  // where each warp writes its clock, [MARKS][WARPS] of the layer
@@ -102,7 +99,7 @@ struct Shared {
   static constexpr int partial = key_sum + 64 * KEY_GROUPS * 4;
   static constexpr int own = partial + PARTIALS * ROWS * 32;
   static constexpr int groups = own + OWNED * ROWS * 32;
-  static constexpr int head_norms = groups + ROWS * 64;
+  static constexpr int head_norms = groups + ROWS * 32;
   static constexpr int rotations = head_norms + 2 * HEAD_DIM * 4;
   static constexpr int rows = rotations + ROWS * HEAD_DIM * 4;
   static constexpr int plan = rows + ROWS * (int)sizeof(RowState);

@@ -31,18 +31,20 @@ __device__ __forceinline__ void send_words(u64 *words, u32 first, u32 second, u3
 #endif
 }
 
-// Pairs of neighbouring words, 16-byte aligned, those whose bit is set in `wanted`; returns when all of them bear the tag. The
-// loads of all pairs are in flight together. Under emulation the words must be there already.
+// Groups of four words, two neighbours each at two places, 16-byte aligned, those whose bit is set in `wanted`; returns when
+// all of them bear the tag. The loads of all groups are in flight together. Under emulation the words must be there already.
 template <int N>
-__device__ __forceinline__ void receive_pairs(u32 (&payload)[N][2], const u64 *const (&at)[N], u32 wanted, u32 tag PTX_SITE) {
-  u64 w[N][2];
+__device__ __forceinline__ void receive_words(u32 (&payload)[N][4], const u64 *const (&first)[N],
+                                              const u64 *const (&second)[N], u32 wanted, u32 tag PTX_SITE) {
+  u64 w[N][4];
 #ifdef CUKERN_EMU
   for (int n = 0; n < N; ++n) {
     if (!(wanted >> n & 1)) continue;
-    emu_access(at[n], 16, 0, 16, "receive_pairs", PTX_HERE);
-    for (int i = 0; i < 2; ++i) {
-      w[n][i] = at[n][i];
-      if ((u32)(w[n][i] >> 32) != tag) emu_trap("receive_pairs: a word that was not sent", PTX_HERE);
+    emu_access(first[n], 16, 0, 16, "receive_words", PTX_HERE);
+    emu_access(second[n], 16, 0, 16, "receive_words", PTX_HERE);
+    for (int i = 0; i < 4; ++i) {
+      w[n][i] = i < 2 ? first[n][i] : second[n][i - 2];
+      if ((u32)(w[n][i] >> 32) != tag) emu_trap("receive_words: a word that was not sent", PTX_HERE);
     }
   }
 #else
@@ -50,19 +52,21 @@ __device__ __forceinline__ void receive_pairs(u32 (&payload)[N][2], const u64 *c
   do {
 #pragma unroll
     for (int n = 0; n < N; ++n)
-      if (wanted >> n & 1)
-        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(w[n][0]), "=l"(w[n][1]) : "l"(at[n]) : "memory");
+      if (wanted >> n & 1) {
+        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(w[n][0]), "=l"(w[n][1]) : "l"(first[n]) : "memory");
+        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(w[n][2]), "=l"(w[n][3]) : "l"(second[n]) : "memory");
+      }
     all = true;
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) all = all && (!(wanted >> n & 1) || (u32)(w[n][i] >> 32) == tag);
+      for (int i = 0; i < 4; ++i) all = all && (!(wanted >> n & 1) || (u32)(w[n][i] >> 32) == tag);
   } while (!all);
 #endif
 #pragma unroll
   for (int n = 0; n < N; ++n)
 #pragma unroll
-    for (int i = 0; i < 2; ++i) payload[n][i] = wanted >> n & 1 ? (u32)w[n][i] : 0u;
+    for (int i = 0; i < 4; ++i) payload[n][i] = wanted >> n & 1 ? (u32)w[n][i] : 0u;
 }
 
 // Every block, between sending and the first receive of what others send: nothing on a GPU. Under emulation, where blocks do

@@ -8,20 +8,22 @@
 
 struct GridBarrier {
   u64 *counter;
-  u64 *target;  // in shared memory, zero at first, for thread 0 alone: what the counter reaches when all blocks have arrived
+  u64 target;  // of thread 0: what the counter reaches when all blocks have arrived
+
+  __device__ __forceinline__ explicit GridBarrier(u64 *counter) : counter(counter), target(0) {}
 
   // Every thread of every block calls this; also a block barrier.
   __device__ __forceinline__ void arrive() {
     __syncthreads();
 #ifndef CUKERN_EMU
     if (threadIdx.x == 0) {
-      if (*target == 0) {  // the count at which this launch began is known only from an arrival
+      if (target == 0) {  // the count at which this launch began is known only from an arrival
         u64 before;
         asm volatile("atom.add.release.gpu.global.u64 %0, [%1], 1;" : "=l"(before) : "l"(counter) : "memory");
-        *target = (before / gridDim.x + 1) * gridDim.x;
+        target = (before / gridDim.x + 1) * gridDim.x;
       } else {
         asm volatile("red.add.release.gpu.global.u64 [%0], 1;" ::"l"(counter) : "memory");
-        *target += gridDim.x;
+        target += gridDim.x;
       }
     }
 #endif
@@ -33,11 +35,10 @@ struct GridBarrier {
     emu_grid_barrier(PTX_HERE);
 #else
     if (threadIdx.x == 0) {
-      const u64 all = *target;
       u64 now;
       do {
         asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(now) : "l"(counter) : "memory");
-      } while (now < all);
+      } while (now < target);
     }
     __syncthreads();
 #endif

@@ -479,8 +479,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "decode/product.cuh",
         "up taken from the wrong lane",
-        "__shfl_xor_sync(0xffffffffu, two[0], 2)",
-        "__shfl_xor_sync(0xffffffffu, two[0], 1)",
+        "__shfl_xor_sync(0xffffffffu, a, 2)",
+        "__shfl_xor_sync(0xffffffffu, a, 1)",
     ),
     Mutant(
         "decode/product.cuh",
