@@ -1,15 +1,16 @@
-// Attention over whole sequences or chunks of them on Hopper's tensor cores (sm_90a only), FlashAttention-3 shape.
+// Attention over whole sequences or chunks of them on Hopper's tensor cores (sm_90a only), FlashAttention-3 shape. Head
+// dimension 64; attention_prefill_sm90_chunk.cu has 128.
 // Formula   out = softmax(scale * q k^T + mask) v per query head; head h reads key/value head h / group. Causal: query
 //           i of n sees the keys j <= i + kv_len - n. lse = log sum exp(scale * q k^T).
 // Layouts   q, k, v through tensor maps of five dimensions (64 columns, token, block of 64 columns, head, sequence or page);
 //           dense, packed + cu_seqlens or pages + tables, as in attention_prefill.cu; out [tokens, Hq, D] without gaps,
-//           lse float [tokens, Hq]. D is 64 or 128; bases and strides are multiples of 16 bytes.
-// Bound     tensor cores: 4 * D flops per query-key pair; exponentials for D = 64.
+//           lse float [tokens, Hq]. Bases and strides are multiples of 16 bytes.
+// Bound     tensor cores: 4 * D flops per query-key pair; exponentials hardly less.
 // Launch    Persistent: at most one block to a multiprocessor, (Groups + 1) * 128 threads. Work items are pairs (query tile of
 //           64 * Groups rows, head), long ones first, dealt out forwards and backwards in turn. Of the first warpgroup, one
 //           warp finds work, one copies queries and keys, one values. The others, the consumers, own 64 query rows each and
 //           start their products in turn: one multiplies while the others take exponentials.
-// Template  T half | bf16; D; Kind of layout; Groups consumer warpgroups; Stages of the rings of K and of V, 64 keys each.
+// Template  T half | bf16; D = 64; Kind of layout; Groups consumer warpgroups; Stages of the rings of K and of V, 64 keys each.
 //           Q and P come from registers.
 // Numerics  tiles of 64 keys, chunks of 128 keys from key 0, merged in ascending order by common/softmax.cuh: the bits of
 //           attention_prefill.cu.
@@ -61,6 +62,7 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
                            const int *__restrict__ cu_q, const int *__restrict__ cu_k, const int *__restrict__ tables,
                            const int *__restrict__ seq_lens, int batch, int q_tokens, int kv_tokens, int num_heads, int group,
                            int max_blocks, int page_shift, int num_blocks, int items, int causal, float scale, float c) {
+  static_assert(D == 64, "see the head of the file");
   extern __shared__ __align__(1024) unsigned char smem[];
   const Shared<D, Groups, Stages, TILE, 1> shared(smem);
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), lane = threadIdx.x & 31;
@@ -73,19 +75,17 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
   __syncthreads();
 
   if (warpgroup == 0) {
-    fewer_registers<Registers<D, Groups>::Few>();
+    fewer_registers<Registers<Groups>::Few>();
     produce<D, Kind>(shared, q_map, k_map, v_map, cu_q, cu_k, tables, seq_lens, batch, q_tokens, kv_tokens, num_heads, group,
                      max_blocks, page_shift, num_blocks, items, causal);
   } else {  // consumers
-    more_registers<Registers<D, Groups>::Many>();
+    more_registers<Registers<Groups>::Many>();
     const int consumer = warpgroup - 1, warp = threadIdx.x >> 5 & 3;
     const unsigned char *const s_q = shared.queries + consumer * shared.Step + (warp * 16 + (lane & 15)) * 128;
     const u64 k_base = wgmma_descriptor(shared.keys), v_base = wgmma_descriptor_n_major(shared.values, shared.Block);
     // M and L of both rows: needed once in a chunk, and the loop has no register to spare
     using Kept = Vec<float, 4>;
     Kept *const kept = shared.kept + consumer * 128 + (threadIdx.x & 127);
-    // Accumulators are rescaled before the turn, or (longer rows) in it, while the scores of the next tile are computed.
-    constexpr bool Early = D == 64;
     float s[TILE / 2], acc[D / 2], total[D / 2];
     u32 q[D / 16][4], even[TILE / 16][4], odd[TILE / 16][4];
 
@@ -221,22 +221,13 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
             pass_turn();
             break;
           }
-          if constexpr (Early) {
-            wgmma_wait<0>();
-            if (n != begin) {
-              values_done(odd, n - 1);
-              add_chunk();
-            }
+          wgmma_wait<0>();
+          if (n != begin) {
+            values_done(odd, n - 1);
+            add_chunk();
           }
           take_turn();
           multiply_keys(n + 1);
-          if constexpr (!Early) {
-            wgmma_wait<1>();
-            if (n != begin) {
-              values_done(odd, n - 1);
-              add_chunk();
-            }
-          }
           multiply_values(even, n, 0);
           pass_turn();
 
@@ -255,18 +246,11 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
             pass_turn();
             break;
           }
-          if constexpr (Early) {
-            wgmma_wait<0>();
-            values_done(even, n);
-            rescale();
-          }
+          wgmma_wait<0>();
+          values_done(even, n);
+          rescale();
           take_turn();
           multiply_keys(n + 2);
-          if constexpr (!Early) {
-            wgmma_wait<1>();
-            values_done(even, n);
-            rescale();
-          }
           multiply_values(odd, n + 1, 1);
           pass_turn();
         }

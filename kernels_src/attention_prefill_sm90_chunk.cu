@@ -1,17 +1,18 @@
-// Attention over whole sequences or chunks of them on Hopper's tensor cores (sm_90a only), FlashAttention-3 shape.
+// Attention over whole sequences or chunks of them on Hopper's tensor cores (sm_90a only), FlashAttention-3 shape. Head
+// dimension 128; attention_prefill_sm90.cu has 64.
 // Formula   out = softmax(scale * q k^T + mask) v per query head; head h reads key/value head h / group. Causal: query
 //           i of n sees the keys j <= i + kv_len - n. lse = log sum exp(scale * q k^T).
 // Layouts   q, k, v through tensor maps of five dimensions (64 columns, token, block of 64 columns, head, sequence or page);
 //           dense, packed + cu_seqlens or pages + tables, as in attention_prefill.cu; out [tokens, Hq, D] without gaps,
-//           lse float [tokens, Hq]. D is 64 or 128; bases and strides are multiples of 16 bytes.
-// Bound     tensor cores: 4 * D flops per query-key pair; exponentials for D = 64.
+//           lse float [tokens, Hq]. Bases and strides are multiples of 16 bytes.
+// Bound     tensor cores: 4 * D flops per query-key pair.
 // Launch    Persistent: at most one block to a multiprocessor, (Groups + 1) * 128 threads. Work items are pairs (query tile of
 //           64 * Groups rows, head), long ones first, dealt out forwards and backwards in turn. Of the first warpgroup, one
 //           warp finds work, one copies queries and keys, one values. The others, the consumers, own 64 query rows each and
 //           start their products in turn: one multiplies while the others take exponentials.
-// Template  T half | bf16; D; Kind of layout; Groups consumer warpgroups; Stages of the rings of K and of V, 128 keys each:
-//           both tiles of a chunk are worked on at once, so that waits and reductions are paid once for both. Q comes from
-//           shared memory, P from registers.
+// Template  T half | bf16; D = 128; Kind of layout; Groups consumer warpgroups; Stages of the rings of K and of V, 128 keys
+//           each: both tiles of a chunk are worked on at once, so that waits and reductions are paid once for both. Q comes
+//           from shared memory, P from registers.
 // Numerics  tiles of 64 keys, chunks of 128 keys from key 0, merged in ascending order by common/softmax.cuh: the bits of
 //           attention_prefill.cu.
 // Measured  see docs/performance.md
@@ -73,6 +74,7 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
                            const int *__restrict__ cu_q, const int *__restrict__ cu_k, const int *__restrict__ tables,
                            const int *__restrict__ seq_lens, int batch, int q_tokens, int kv_tokens, int num_heads, int group,
                            int max_blocks, int page_shift, int num_blocks, int items, int causal, float scale, float c) {
+  static_assert(D == 128, "see the head of the file");
   extern __shared__ __align__(1024) unsigned char smem[];
   const Shared<D, Groups, Stages, CHUNK, 2> shared(smem);
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), lane = threadIdx.x & 31;
@@ -85,11 +87,11 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
   __syncthreads();
 
   if (warpgroup == 0) {
-    fewer_registers<Registers<D, Groups>::Few>();
+    fewer_registers<Registers<Groups>::Few>();
     produce<D, Kind>(shared, q_map, k_map, v_map, cu_q, cu_k, tables, seq_lens, batch, q_tokens, kv_tokens, num_heads, group,
                      max_blocks, page_shift, num_blocks, items, causal);
   } else {  // consumers
-    more_registers<Registers<D, Groups>::Many>();
+    more_registers<Registers<Groups>::Many>();
     const int consumer = warpgroup - 1, warp = threadIdx.x >> 5 & 3;
     const u64 q_base = wgmma_descriptor(shared.queries + consumer * shared.Queries);
     const u64 k_base = wgmma_descriptor(shared.keys), v_base = wgmma_descriptor_n_major(shared.values, shared.Block);

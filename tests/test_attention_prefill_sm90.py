@@ -30,7 +30,7 @@ from cukern.ops.attention_prefill import Variant, _attention_prefill_variant, at
 
 HALVES = [np.float16, ml_dtypes.bfloat16]
 PORTABLE = Variant(4, 2)
-EVERY = [(v, d) for d in hopper.HEAD_DIMS for v in hopper.candidates(d)]
+EVERY = [(hopper.select(d), d) for d in hopper.HEAD_DIMS]
 
 
 # ---------------------------------------------------------------------------------------------------- on a GPU
@@ -55,13 +55,13 @@ import cupy, sys
 from cukern.ops import _attention_sm90 as hopper
 from cukern.ops.attention_prefill import _attention_prefill_variant
 for d in hopper.HEAD_DIMS:
-    for variant in hopper.candidates(d):
-        if variant.kernel != sys.argv[1]:
-            continue
-        q, k = cupy.ones((900, 40, d), "e"), cupy.ones((900, 8, d), "e")
-        cu = cupy.array([0, 100, 164, 900], "i")
-        _attention_prefill_variant(variant, q[None], k[None], k[None])
-        _attention_prefill_variant(variant, q, k, k, cu_seqlens_q=cu)
+    variant = hopper.select(d)
+    if variant.kernel != sys.argv[1]:
+        continue
+    q, k = cupy.ones((900, 40, d), "e"), cupy.ones((900, 8, d), "e")
+    cu = cupy.array([0, 100, 164, 900], "i")
+    _attention_prefill_variant(variant, q[None], k[None], k[None])
+    _attention_prefill_variant(variant, q, k, k, cu_seqlens_q=cu)
 cupy.cuda.runtime.deviceSynchronize()
 """
 
@@ -244,7 +244,6 @@ def test_declared_variants_are_for_hopper_alone() -> None:
     assert {item[4] for item in declared} == {("sm_90a",)}
     every = {(v.kernel, v.template(c, d, w)) for v, d in EVERY for c in ("half", "bf16") for w in Layout}
     assert {item[1:3] for item in declared} == every
-    assert all(hopper.select(d) == hopper.candidates(d)[0] for d in hopper.HEAD_DIMS)
 
 
 # ---------------------------------------------------------------------------------------------------- launch
@@ -295,46 +294,60 @@ def record(address: int, sizes: list[int], strides: list[int], box: list[int]) -
     return (1, 5, address, sizes, strides, box, [1] * 5, MODES)
 
 
-@pytest.mark.parametrize("variant", hopper.candidates(128), ids=str)
-def test_launch_of_dense_arrays(cuda: FakeCuda, variant: HopperVariant) -> None:
+@pytest.mark.parametrize(("variant", "d"), EVERY, ids=str)
+def test_launch_of_dense_arrays(cuda: FakeCuda, variant: HopperVariant, d: int) -> None:
     library: Any = cuda.library
-    q, out = (aligned(cuda, (2, 300, 4, 128), np.float16) for _ in range(2))
-    k, v = (aligned(cuda, (2, 350, 2, 128), np.float16) for _ in range(2))
+    q, out = (aligned(cuda, (2, 300, 4, d), np.float16) for _ in range(2))
+    k, v = (aligned(cuda, (2, 350, 2, d), np.float16) for _ in range(2))
     for _ in range(2):
         _attention_prefill_variant(variant, q, k, v, out=out, causal=False, scale=0.25)
     launched, values = library.launches[0], library.snapshots[0]
     assert launched.grid == (4, 1, 1)  # the fake GPU has four multiprocessors
-    assert launched.block == (384, 1, 1)
-    assert launched.shared_mem == variant.shared_mem(128)
+    assert launched.block == (variant.threads, 1, 1)
+    assert launched.shared_mem == variant.shared_mem(d)
     assert [struct.unpack_from("=Q", x)[0] for x in values[:3]] == [1, 2, 3]
     assert [struct.unpack("=Q", x)[0] for x in values[3:9]] == [out.data.ptr, 0, 0, 0, 0, 0]
     # sequences, tokens, keys, heads, group, pages (3), items, causal
-    assert [struct.unpack("=i", x)[0] for x in values[9:19]] == [2, 300, 350, 4, 2, 0, 0, 0, 2 * 3 * 4, 0]
+    assert [struct.unpack("=i", x)[0] for x in values[9:19]] == [
+        2,
+        300,
+        350,
+        4,
+        2,
+        0,
+        0,
+        0,
+        2 * 4 * -(-300 // variant.rows),
+        0,
+    ]
     assert struct.unpack("=f", values[19])[0] == 0.25
-    head, token, box = 256, 512, [64, variant.keys, 2, 1, 1]
+    head, token, blocks = 2 * d, 4 * d, d // 64
+    box = [64, variant.keys, blocks, 1, 1]
     assert library.encoded == [
-        record(q.data.ptr, [64, 300, 2, 4, 2], [2 * token, 128, head, 300 * 2 * token], [64, 64, 2, 1, 1]),
-        record(k.data.ptr, [64, 350, 2, 2, 2], [token, 128, head, 350 * token], box),
-        record(v.data.ptr, [64, 350, 2, 2, 2], [token, 128, head, 350 * token], box),
+        record(q.data.ptr, [64, 300, blocks, 4, 2], [2 * token, 128, head, 300 * 2 * token], [64, 64, blocks, 1, 1]),
+        record(k.data.ptr, [64, 350, blocks, 2, 2], [token, 128, head, 350 * token], box),
+        record(v.data.ptr, [64, 350, blocks, 2, 2], [token, 128, head, 350 * token], box),
     ]
     assert len(library.launches) == 2  # the maps were remembered
 
 
-@pytest.mark.parametrize("variant", hopper.candidates(128), ids=str)
+@pytest.mark.parametrize(("variant", "d"), EVERY, ids=str)
 @pytest.mark.parametrize("page", [16, 64, 128, 256])
-def test_launch_of_pages(cuda: FakeCuda, page: int, variant: HopperVariant) -> None:
+def test_launch_of_pages(cuda: FakeCuda, page: int, variant: HopperVariant, d: int) -> None:
     library: Any = cuda.library
-    q, out = (aligned(cuda, (300, 4, 128), np.float16) for _ in range(2))
-    k, v = (aligned(cuda, (7, 2, page, 128), np.float16) for _ in range(2))
+    q, out = (aligned(cuda, (300, 4, d), np.float16) for _ in range(2))
+    k, v = (aligned(cuda, (7, 2, page, d), np.float16) for _ in range(2))
     cu, tables, lens = (aligned(cuda, s, np.int32) for s in ((2,), (1, 5), (1,)))
     _attention_prefill_variant(variant, q, k, v, cu_seqlens_q=cu, block_tables=tables, seq_lens=lens, out=out)
     (values,) = library.snapshots
     assert [struct.unpack("=Q", x)[0] for x in values[5:9]] == [cu.data.ptr, 0, tables.data.ptr, lens.data.ptr]
     shift = page.bit_length() - 1
-    assert [struct.unpack("=i", x)[0] for x in values[9:18]] == [1, 300, 0, 4, 2, 5, shift, 7, (300 // 128 + 1) * 4]
+    items = (300 // variant.rows + 1) * 4
+    assert [struct.unpack("=i", x)[0] for x in values[9:18]] == [1, 300, 0, 4, 2, 5, shift, 7, items]
     # whole steps with all columns, or what one page has of them, 64 columns at a time
-    box = [64, variant.keys, 2, 1, 1] if page >= variant.keys else [64, page, 1, 1, 1]
-    assert library.encoded[1] == record(k.data.ptr, [64, page, 2, 2, 7], [256, 128, 256 * page, 512 * page], box)
+    box = [64, variant.keys, d // 64, 1, 1] if page >= variant.keys else [64, page, 1, 1, 1]
+    sizes, strides = [64, page, d // 64, 2, 7], [2 * d, 128, 2 * d * page, 4 * d * page]
+    assert library.encoded[1] == record(k.data.ptr, sizes, strides, box)
 
 
 def test_what_goes_to_the_portable_kernel(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,6 +364,9 @@ def test_what_goes_to_the_portable_kernel(cuda: FakeCuda, monkeypatch: pytest.Mo
     assert name(256, 256, 64) == hopper.select(64).kernel
     assert name(256, 256, 96) == "attention_prefill"
     assert name(hopper.MIN_ROWS - 1, 256, 128) == "attention_prefill"
+    assert name(hopper.FEW_ROWS, hopper.MIN_KEYS, 128) == hopper.select(128).kernel
+    assert name(hopper.FEW_ROWS - 1, hopper.MIN_KEYS, 128) == "attention_prefill"
+    assert name(hopper.FEW_ROWS, hopper.MIN_KEYS, 64) == "attention_prefill"
     library: Any = cuda.library
     library.capability = (8, 0)
     uninstall()
@@ -359,8 +375,8 @@ def test_what_goes_to_the_portable_kernel(cuda: FakeCuda, monkeypatch: pytest.Mo
 
 def test_a_variant_that_cannot_run_says_so(cuda: FakeCuda) -> None:
     q, k, v, out = (aligned(cuda, (1, 256, 2, 96), np.float16) for _ in range(4))
-    with pytest.raises(ValueError, match="128 rows, 4 stages of 64 keys cannot run q"):
-        _attention_prefill_variant(HopperVariant(2, 4), q, k, v, out=out)
+    with pytest.raises(ValueError, match="192 rows, 8 stages of 64 keys cannot run q"):
+        _attention_prefill_variant(HopperVariant(3, 8), q, k, v, out=out)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def _options(head_dim: int) -> list[Variant | HopperVariant]:
 
     extra = [Variant(8, 2), Variant(8, 1), Variant(4, 1)] if head_dim <= 128 else []
     on_hopper = device().arch == hopper.ARCH and head_dim in hopper.HEAD_DIMS
-    return list(dict.fromkeys([*(hopper.candidates(head_dim) if on_hopper else ()), *candidates(head_dim), *extra]))
+    return list(dict.fromkeys([*([hopper.select(head_dim)] if on_hopper else ()), *candidates(head_dim), *extra]))
 
 
 def _label(variant: Variant | HopperVariant) -> str:

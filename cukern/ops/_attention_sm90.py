@@ -12,13 +12,16 @@ from typing import Any, NamedTuple
 from cukern.ops._arrays import CTYPES, Array
 from cukern.ops._numerics import ATTN_CHUNK, ATTN_TILE
 
-__all__ = ["ARCH", "HopperVariant", "Launched", "Layout", "candidates", "kernel_variants", "launched", "select"]
+__all__ = ["ARCH", "HopperVariant", "Launched", "Layout", "kernel_variants", "launched", "select"]
 
 ARCH = "sm_90a"
 HEAD_DIMS = (64, 128)
 MAX_SHARED = 227 << 10
 MIN_ROWS = 256
-"""From this many query rows of a sequence on (on average) these kernels are used."""
+"""From this many query rows of a sequence on (on average) these kernels are used,"""
+
+FEW_ROWS, MIN_KEYS = 16, 1024
+"""and for fewer rows, if there may be so many keys (head_dim 128)."""
 
 _ITEMS, _ITEM_BYTES = 4, 48  # of prefill/producer.cuh
 
@@ -35,7 +38,7 @@ class Layout(enum.IntEnum):
 class HopperVariant:
     """`groups` consumer warpgroups of 64 query rows each; rings of `stages` steps of `keys` keys.
 
-    Steps of 64 keys: the kernel with the queries in registers. Steps of 128: the one that works on whole chunks.
+    Steps of 64 keys: the kernel for head_dim 64. Steps of 128: that for head_dim 128, which works on whole chunks.
     """
 
     groups: int
@@ -71,16 +74,14 @@ class HopperVariant:
         return (ctype, head_dim, int(layout), self.groups, self.stages)
 
 
-def candidates(head_dim: int) -> list[HopperVariant]:
-    """What is worth timing, the choice first."""
-    if head_dim == 64:
-        return [HopperVariant(3, 8), HopperVariant(2, 4, ATTN_CHUNK)]
-    return [HopperVariant(2, 4), HopperVariant(2, 2, ATTN_CHUNK)]
-
-
 def select(head_dim: int) -> HopperVariant:
     """The variant for a head_dim."""
-    return candidates(head_dim)[0]
+    return HopperVariant(3, 8) if head_dim == 64 else HopperVariant(2, 2, ATTN_CHUNK)
+
+
+def worthwhile(rows: int, keys: int, head_dim: int) -> bool:
+    """Whether these kernels are faster than the portable one, for so many rows and keys of a sequence."""
+    return rows >= MIN_ROWS or (head_dim == 128 and rows >= FEW_ROWS and keys >= MIN_KEYS)
 
 
 class Launched(NamedTuple):
@@ -128,7 +129,7 @@ def launched(
     causal, scale, c
         As the kernel takes them.
     variant : HopperVariant, optional
-        For tests and tuning; it also lifts the lower limit of query rows.
+        For tests and tuning; it also lifts the lower limits.
     """
     batch, tokens, heads, kv_heads, head_dim = sizes
     cu_q, _, tables, _ = index
@@ -136,7 +137,8 @@ def launched(
     layout = Layout.PAGED if paged else Layout.DENSE if dense else Layout.PACKED
     if head_dim not in HEAD_DIMS or min(kv) < 1:
         return None
-    if variant is None and tokens < MIN_ROWS * (1 if dense else batch):
+    keys = tables.shape[1] * kv[1] if tables is not None else kv[1] // (1 if dense else batch)
+    if variant is None and not worthwhile(tokens if dense else tokens // batch, keys, head_dim):
         return None
     from cukern import jit
 
@@ -205,7 +207,7 @@ def kernel_variants() -> list[tuple[str, str, tuple[Any, ...], None, tuple[str, 
     return [
         (f"{v.kernel}.cu", v.kernel, v.template(ctype, head_dim, layout), None, (ARCH,))
         for head_dim in HEAD_DIMS
-        for v in candidates(head_dim)
+        for v in (select(head_dim),)
         for ctype in ("half", "bf16")
         for layout in Layout
     ]

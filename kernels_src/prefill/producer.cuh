@@ -19,6 +19,7 @@ struct __align__(8) Item {
   int q_row, k_row;  // where rows and keys begin in q, k and v
   int sequence;      // of dense arrays, or of the table of pages
 };
+
 template <bool Value> struct Is {
   static constexpr bool value = Value;
 };
@@ -27,7 +28,6 @@ template <bool Value> struct Is {
 // 128-byte swizzle; 16 bytes to a consumer thread; barriers; items.
 template <int D, int Groups, int Stages, int Keys, int QSlots> struct Shared {
   static constexpr int Block = Keys * 128, Step = D / 64 * Block, Queries = D / 64 * 8192;  // bytes
-  static_assert(D == 64 || D == 128, "see the head of the file");
   static_assert((Stages & (Stages - 1)) == 0, "step n of all is in stage n % Stages, in phase n / Stages");
   unsigned char *const queries, *const keys, *const values;
   Vec<float, 4> *const kept;
@@ -68,8 +68,8 @@ template <int D, int Groups, int Stages, int Keys, int QSlots> struct Shared {
 
 // Registers of a thread, of those that compute and of those that do not: together no more than the block starts with, or the
 // former wait for ever.
-template <int D, int Groups> struct Registers {
-  static constexpr int Many = Groups == 3 ? 160 : D == 128 ? 240 : 232, Few = Groups == 3 ? 32 : D == 128 ? 24 : 40;
+template <int Groups> struct Registers {
+  static constexpr int Many = Groups == 3 ? 160 : 240, Few = Groups == 3 ? 32 : 24;
   static_assert(Many * Groups + Few <= 65536 / ((Groups + 1) * 128) / 8 * 8 * (Groups + 1), "as many as there are");
 };
 
