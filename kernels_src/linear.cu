@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(BM / WM *(BN / WN) * 32, MinBlocks)
   constexpr int WarpsM = BM / WM, Threads = WarpsM * (BN / WN) * 32;
   constexpr int Steps = BK / 16, MI = WM / 16, NI = WN / 8;
   constexpr int Chunks = BK / 8, Pass = Threads / Chunks;  // rows copied at once by the block
-  static_assert(Steps % 2 == 0 && NI % 2 == 0 && BM % Pass == 0 && BN % Pass == 0 && Pass % 8 == 0, "tile sizes");
+  static_assert(Steps % 2 == 0 && NI % 4 == 0 && BM % Pass == 0 && BN % Pass == 0 && Pass % 8 == 0, "tile sizes");
   static_assert(Segment % BK == 0, "a segment ends with a tile");
 
   extern __shared__ __align__(128) unsigned char smem[];
@@ -84,9 +84,8 @@ __global__ void __launch_bounds__(BM / WM *(BN / WN) * 32, MinBlocks)
     cp_async_commit();  // an empty group keeps the count
   };
 
-  // fragments, double-buffered as registers allow
-  constexpr int Buffers = MI * NI * (Segment ? 8 : 4) > 128 ? 1 : 2;
-  u32 a[Buffers][MI][4], b[Buffers][NI / 2][4];
+  // fragments, double-buffered
+  u32 a[2][MI][4], b[2][NI / 2][4];
   const int a_row = wm + (lane & 15), a_half = lane >> 4;
   const int b_row = BM + wn + (lane & 7) + (lane >> 4) * 8, b_half = lane >> 3 & 1;
   auto load_fragments = [&](int buffer, const T *stage, int step) {
@@ -135,16 +134,10 @@ __global__ void __launch_bounds__(BM / WM *(BN / WN) * 32, MinBlocks)
   cp_async_wait<Stages - 2>();
   __syncthreads();
   const T *stage = tiles;
-  if constexpr (Buffers == 2) load_fragments(0, stage, 0);
+  load_fragments(0, stage, 0);
   for (int tile = 0; tile + 1 < n_tiles; ++tile) {
 #pragma unroll
     for (int s = 0; s < Steps; ++s) {
-      if constexpr (Buffers == 1) {
-        load_fragments(0, stage, s);
-        if (s == 0) copy_tile(tile + Stages - 1);
-        multiply(0);
-        continue;
-      }
       if (s == Steps - 1) {  // every fragment of this tile is in registers: after the barrier its buffer may be refilled
         cp_async_wait<Stages - 2>();
         __syncthreads();
@@ -154,11 +147,6 @@ __global__ void __launch_bounds__(BM / WM *(BN / WN) * 32, MinBlocks)
       if (s == 0) copy_tile(tile + Stages - 1);
       multiply(s & 1);
     }
-    if constexpr (Buffers == 1) {
-      cp_async_wait<Stages - 2>();
-      __syncthreads();
-      stage = tiles + (tile + 1) % Stages * StageElements;
-    }
     if constexpr (Segment != 0) {
       if ((tile + 1) % (Segment / BK) == 0) end_segment();
     }
@@ -166,15 +154,8 @@ __global__ void __launch_bounds__(BM / WM *(BN / WN) * 32, MinBlocks)
   const int last_steps = ceil_div(k - (n_tiles - 1) * BK, 16);
 #pragma unroll
   for (int s = 0; s < Steps; ++s) {
-    if constexpr (Buffers == 1) {
-      if (s < last_steps) {
-        load_fragments(0, stage, s);
-        multiply(0);
-      }
-    } else {
-      if (s + 1 < last_steps) load_fragments((s + 1) & 1, stage, s + 1);
-      if (s < last_steps) multiply(s & 1);
-    }
+    if (s + 1 < last_steps) load_fragments((s + 1) & 1, stage, s + 1);
+    if (s < last_steps) multiply(s & 1);
   }
   end_segment();
 
@@ -185,12 +166,11 @@ __global__ void __launch_bounds__(BM / WM *(BN / WN) * 32, MinBlocks)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = m0 + wm + i * 16 + h * 8 + g;
-      constexpr int Strip = NI % 4 == 0 ? 4 : 2;  // groups of eight columns: full 32-byte sectors
 #pragma unroll
-      for (int j = 0; j < NI; j += Strip) {
-        float v[Strip][2];
+      for (int j = 0; j < NI; j += 4) {
+        float v[4][2];
 #pragma unroll
-        for (int q = 0; q < Strip; ++q)
+        for (int q = 0; q < 4; ++q)
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             if constexpr (Segment != 0)
@@ -199,11 +179,11 @@ __global__ void __launch_bounds__(BM / WM *(BN / WN) * 32, MinBlocks)
               v[q][e] = acc[i][j + q][h * 2 + e];
           }
         const int column = n0 + wn + j * 8;
-        if (column + Strip * 8 <= n && n % 8 == 0) {
+        if (column + 32 <= n && n % 8 == 0) {  // whole 32-column strips: full 32-byte sectors
           if constexpr (sizeof(Out) == 4) {
             if (row < m) {
 #pragma unroll
-              for (int q = 0; q < Strip; ++q) {
+              for (int q = 0; q < 4; ++q) {
                 const int c = column + q * 8 + 2 * t;
                 const i64 at = (i64)row * n + c;
                 Vec<float, 2> y{{v[q][0], v[q][1]}};
@@ -220,9 +200,9 @@ __global__ void __launch_bounds__(BM / WM *(BN / WN) * 32, MinBlocks)
               }
             }
           } else {
-            u32 packed[4] = {};
+            u32 packed[4];
 #pragma unroll
-            for (int q = 0; q < Strip; ++q) {
+            for (int q = 0; q < 4; ++q) {
               const int c = column + q * 8 + 2 * t;
               if (bias) {
                 v[q][0] += bias[c];
@@ -231,13 +211,13 @@ __global__ void __launch_bounds__(BM / WM *(BN / WN) * 32, MinBlocks)
               packed[q] = pack2<T>(v[q][0], v[q][1]);
             }
             quad_transpose(packed);  // lane t: the eight columns of group t
-            if (row < m && t < Strip)
+            if (row < m)
               *reinterpret_cast<uint4 *>(out + (i64)row * n + column + t * 8) =
                   make_uint4(packed[0], packed[1], packed[2], packed[3]);
           }
         } else {
 #pragma unroll
-          for (int q = 0; q < Strip; ++q)
+          for (int q = 0; q < 4; ++q)
 #pragma unroll
             for (int e = 0; e < 2; ++e) output.store(v[q][e], row, column + q * 8 + 2 * t + e);
         }

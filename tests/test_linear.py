@@ -24,7 +24,6 @@ TILES = [TileVariant(64, 64, 64, 32, 32, 4, 2), TileVariant(64, 32, 64, 16, 32, 
 FORCED = [
     *TILES,
     TileVariant(128, 128, 32, 64, 32, 4),
-    TileVariant(128, 96, 64, 64, 48, 3, 2),
     RowsVariant(1, 1, 4),
     RowsVariant(2, 3, 4, rows=5),
     RowsVariant(5, 12, 4),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -24,7 +25,12 @@ from cukern.ops._linear_sm90 import HopperVariant, SplitVariant, Variant
 from cukern.ops.linear import _linear_variant
 
 HALVES = [np.float16, ml_dtypes.bfloat16]
-EVERY = [(v, 256) for v in hopper._SEGMENTED] + [(v, 0) for v in hopper._WHOLE]
+EVERY = [
+    *((v, 256) for v in hopper._SEGMENTED),
+    *((v, 0) for v in hopper._WHOLE),
+    *((replace(v, x_rows=rows), 256) for v in hopper._FEW_SEGMENTED for rows in (0, 16, 32)),
+    *((replace(v, x_rows=rows), 0) for v in hopper._FEW_WHOLE for rows in (0, 16, 32)),
+]
 
 # One of each structure, chosen variants among them: one to three warpgroups along both axes, all kinds of cluster, with
 # and without lag, few rows, K split.
@@ -39,9 +45,9 @@ FORCED = [
     HopperVariant(1, 1, 1, 96, 10, 2, 1),
     HopperVariant(1, 2, 1, 128, 8),
     HopperVariant(1, 1, 1, 32, 16, 1, 4, x_rows=16),
-    HopperVariant(1, 1, 1, 48, 8, 1, 2, x_rows=48),
+    HopperVariant(1, 1, 1, 48, 12, 1, 2, x_rows=32),
     SplitVariant(1, 32, 8, 2),
-    SplitVariant(1, 40, 4, 8, x_rows=16),
+    SplitVariant(1, 72, 4, 8, x_rows=16),
     SplitVariant(2, 64, 5, 4),
 ]
 PORTABLE = portable.TileVariant(64, 64, 64, 32, 32, 4, 2)
@@ -138,7 +144,7 @@ def test_chosen_variants_and_repeats(rng: np.random.Generator, dtype: Any) -> No
     x = cupy.asarray(rng.standard_normal((4096, 1024)).astype(dtype))
     w = cupy.asarray((rng.standard_normal((4096, 1024)) / 32).astype(dtype))
     want = _linear_variant(PORTABLE, x, w, dtype=np.float32).get()
-    for m in (65, 128, 129, 256, 700, 2048, 4096):
+    for m in (1, 15, 33, 64, 65, 128, 129, 256, 700, 2048, 4096):
         for _ in range(5):
             out = cupy.full((m, 4096), np.nan, np.float32)
             run(None, x[:m], w, out)
@@ -177,7 +183,7 @@ def test_declared_variants_are_for_hopper_alone() -> None:
 def test_select_fits_and_covers() -> None:
     for n, k in ((4096, 1024), (1024, 3072), (1000, 264), (6144, 4096), (4096, 12288), (151936, 1024)):
         segment = portable.template_segment(n, k)
-        for m in (65, 128, 200, 2048, 8192, 100_000):
+        for m in (1, 16, 17, 33, 64, 65, 128, 200, 2048, 8192, 100_000):
             for sm_count in (114, 132):
                 variant = hopper.select(m, n, k, sm_count)
                 assert variant.fits(k, segment)
@@ -288,7 +294,8 @@ def test_launch_leaves_the_rest_to_others(cuda: FakeCuda, monkeypatch: pytest.Mo
         x, w, out = (cuda.array(s, np.float16) for s in ((m, k), (n, k), (m, n)))
         return not hopper.launch(x, w, None, None, out, m, n, k)
 
-    assert refused(hopper.MIN_M - 1, 64, 64)
+    assert hopper.least_m(1024, 2048) == 2
+    assert refused(1, 1024, 2048)
     assert refused(128, 60, 64)
     assert refused(128, 64, 60)
     library.capability = (8, 0)

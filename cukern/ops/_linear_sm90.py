@@ -22,6 +22,7 @@ __all__ = [
     "candidates",
     "kernel_variants",
     "launch",
+    "least_m",
     "select",
 ]
 
@@ -29,8 +30,8 @@ ARCH = "sm_90a"
 BLOCK_K = 64
 SEGMENT = 256
 MAX_SHARED = 227 << 10
-MIN_M = 65
-"""From this many rows on the kernel is used; for fewer, the kernel for few rows reads the weight faster."""
+_FEW = 64
+"""Up to this many rows the bytes of the weight decide, and tiles of 16, 32 or 64 rows serve."""
 
 # Registers of a consumer thread, by the number of consumer warpgroups (setmaxnreg in the kernel), and what is left of
 # them beside accumulators.
@@ -38,7 +39,7 @@ _REGISTERS = {1: 255, 2: 232, 3: 160}
 _WORKING_REGISTERS = 32
 _LARGE_TILE = 128 * 128  # from here on all results pass through the ring
 # Of a warpgroup's wgmma, as ptx/wgmma.cuh defines them.
-_WIDTHS = (8, 16, 24, 32, 40, 48, 64, 72, 80, 96, 128, 160, 176, 192, 256)
+_WIDTHS = (16, 32, 48, 64, 72, 96, 128, 160, 192, 256)
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class HopperVariant:
             and self.shared_mem(k) <= MAX_SHARED
             and (self.bm % (8 * self.cluster_n) == 0 or self.x_rows > 0)
             and self.bn % (8 * self.cluster_m) == 0
-            and (self.x_rows == 0 or (self.mi * self.groups_m == 1 and self.x_rows in (16, 32, 48)))
+            and (self.x_rows == 0 or (self.mi * self.groups_m == 1 and self.x_rows in (16, 32)))
             and self.lag * (self.consumers - 1) < self.stages
         )
 
@@ -201,7 +202,7 @@ class SplitVariant:
         return (
             segment == SEGMENT
             and self.groups in (1, 2)
-            and (self.x_rows == 0 or (self.groups == 1 and self.x_rows in (16, 32, 48)))
+            and (self.x_rows == 0 or (self.groups == 1 and self.x_rows in (16, 32)))
             and self.bn in _WIDTHS
             and self.bn // 2 + _WORKING_REGISTERS <= _REGISTERS[1]
             and self.split in (2, 4, 8)
@@ -281,10 +282,53 @@ _WHOLE: dict[Variant, tuple[float, int]] = {
 }
 
 
+def least_m(n: int, k: int) -> int:
+    """From this many rows on the kernel is used; for fewer, `linear_rows` is faster (measured at 1 and 16 rows)."""
+    if template_segment(n, k) == 0:
+        return 1 if n <= 8192 else 4
+    if n > 2048:
+        return 1
+    return 2 if k <= 8 * SEGMENT else 12  # K split over eight blocks, one segment to each
+
+
+def _tile_rows(m: int) -> int:
+    """`x_rows` for at most 64 rows."""
+    return 16 if m <= 16 else 32 if m <= 32 else 0
+
+
+# For few rows: the variant whose busiest block reads the fewest columns of the weight; of equal ones the first.
+_FEW_WHOLE: tuple[Variant, ...] = (
+    HopperVariant(1, 1, 1, 192, 6),
+    HopperVariant(1, 1, 1, 128, 8),
+    HopperVariant(1, 1, 1, 96, 9),
+    HopperVariant(1, 1, 1, 48, 12),
+    HopperVariant(1, 1, 1, 32, 14),
+)
+_FEW_SEGMENTED: tuple[Variant, ...] = (
+    HopperVariant(1, 1, 1, 48, 12),
+    HopperVariant(1, 1, 1, 32, 14),
+    SplitVariant(1, 72, 4, 8),
+)
+_SPLIT_SHARE = 0.75  # what a block of a split gains of its part: the sums must meet
+
+
+def _select_few(m: int, n: int, k: int, sm_count: int, residual: bool) -> Variant:
+    segment = template_segment(n, k)
+
+    def columns(variant: Variant) -> float:
+        share = _SPLIT_SHARE * variant.split if isinstance(variant, SplitVariant) else 1
+        return variant.waves(m, n, sm_count) * variant.bn / share
+
+    table = (replace(v, x_rows=_tile_rows(m)) for v in (_FEW_SEGMENTED if segment else _FEW_WHOLE))
+    return min((v for v in table if v.fits(k, segment) and (v.passes(4) or not residual)), key=columns)
+
+
 @functools.lru_cache(maxsize=4096)
 def select(m: int, n: int, k: int, sm_count: int, residual: bool = False) -> Variant:
     """The variant for x [m, k] and a weight [n, k]: the least time by full waves of tiles and each tile's speed."""
     segment = template_segment(n, k)
+    if m <= _FEW:
+        return _select_few(m, n, k, sm_count, residual)
 
     def cost(item: tuple[Variant, tuple[float, int]]) -> float:
         variant, (speed, fixed) = item
@@ -296,21 +340,14 @@ def select(m: int, n: int, k: int, sm_count: int, residual: bool = False) -> Var
     return min(fitting, key=cost)[0]
 
 
-def _few_rows(m: int, segment: int) -> Iterator[Variant]:
-    rows = -(-m // 16) * 16 % 64
-    for bn, stages, clusters in (
-        *((32, 16, (1, 1)), (32, 8, (1, 1)), (32, 16, (1, 2)), (48, 14, (1, 1)), (48, 14, (1, 2))),
-        *((96, 12, (1, 1)), (128, 10, (1, 1)), (192, 7, (1, 1)), (192, 7, (1, 2))),
-    ):
-        yield HopperVariant(1, 1, 1, bn, stages - (stages // 3 if m > 32 else 0), *clusters, x_rows=rows)
-    if segment:
-        for bn, stages, split in ((16, 8, 2), (32, 8, 2), (40, 6, 4), (48, 6, 4), (64, 8, 2), (72, 4, 8), (96, 8, 2)):
-            yield SplitVariant(1, bn, stages, split, x_rows=rows)
-
-
 def _all(m: int, segment: int) -> Iterator[Variant]:
-    if m <= 64:
-        yield from _few_rows(m, segment)
+    if m <= _FEW:
+        for few in _FEW_SEGMENTED if segment else _FEW_WHOLE:
+            yield replace(few, x_rows=_tile_rows(m))
+            if isinstance(few, HopperVariant):
+                yield replace(few, x_rows=_tile_rows(m), cluster_n=2)
+        if segment:
+            yield from (SplitVariant(1, bn, 8, 2, _tile_rows(m)) for bn in (16, 64, 96))
     elif m <= 256:
         for bn, stages in ((32, 10), (64, 8), (96, 7), (128, 6), (192, 5)):
             yield HopperVariant(2, 1, 1, bn, stages)
@@ -322,7 +359,7 @@ def _all(m: int, segment: int) -> Iterator[Variant]:
         else:
             yield from (HopperVariant(2, 1, 1, 192, 5, *clusters) for clusters in ((1, 2), (2, 1)))
     elif segment:
-        for bn, stages in ((128, 6), (176, 5), (192, 5)):
+        for bn, stages in ((128, 6), (160, 5), (192, 5)):
             for clusters in ((1, 1), (2, 1)):
                 yield from (HopperVariant(2, 1, 1, bn, stages, *clusters, lag=lag) for lag in (1, 2))
         yield HopperVariant(3, 1, 1, 128, 5, lag=1)
@@ -345,7 +382,7 @@ def candidates(m: int, n: int, k: int, sm_count: int, residual: bool = False) ->
         return variant.cluster_tiles(m, n) * variant.cluster / (waves * sm_count)
 
     fitting = [v for v in dict.fromkeys(others) if v.fits(k, segment) and (v.passes(4) or not residual)]
-    least = 0.7 * max(busy(v) for v in fitting) if m <= 64 else 0.0
+    least = 0.7 * max(busy(v) for v in fitting) if m <= _FEW else 0.0
     return list(dict.fromkeys([chosen, *(v for v in fitting if busy(v) >= least)]))
 
 
@@ -472,7 +509,7 @@ def launched(
     static_weight: bool = False,
 ) -> Launched | None:
     """:func:`launch`, and what it launched; None where another kernel must."""
-    if m < MIN_M and variant is None:
+    if variant is None and m < least_m(n, k):
         return None
     from cukern import jit
 
@@ -501,7 +538,9 @@ def kernel_variants() -> list[tuple[str, str, tuple[str | int, ...], None, tuple
             (151936, hidden, "float", False),
         ):
             segment = template_segment(n, k)
-            for m in (128, 256, 512, 1024, 2048, 8192):
+            for m in (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192):
+                if m < least_m(n, k):
+                    continue
                 option = select(m, n, k, 132, residual)
                 for ctype in ("half", "bf16"):
                     kind, item = (ctype, 2) if out == "same" else (out, 4)

@@ -79,7 +79,7 @@ class TileVariant:
     def fits(self, m: int, n: int, k: int, max_shared: int = MAX_SHARED) -> bool:
         """Whether the accumulators fit in registers: with segments there are two sets of them."""
         accumulators = self.wm * self.wn // 32 * (2 if template_segment(n, k) else 1)
-        return accumulators <= 192 and self.shared_mem(m, n, k) <= max_shared
+        return accumulators <= 128 and self.shared_mem(m, n, k) <= max_shared
 
     def template(self, segment: int, aligned: bool = True) -> tuple[int, ...]:
         return (self.bm, self.bn, self.bk, self.wm, self.wn, self.stages, self.min_blocks, segment, int(aligned))
@@ -192,12 +192,8 @@ _UNALIGNED_TILE = TileVariant(64, 64, 64, 32, 32, 4, 2)
 # Tiles that are timed by the tuning script but not chosen.
 _MORE_TILES = (
     TileVariant(128, 128, 32, 64, 32, 4),
-    TileVariant(128, 128, 64, 64, 32, 3),
-    TileVariant(128, 96, 64, 64, 48, 3, 2),
-    TileVariant(96, 128, 64, 48, 64, 3, 2),
-    TileVariant(128, 192, 32, 64, 48, 4),
-    TileVariant(192, 128, 32, 48, 64, 4),
-    TileVariant(128, 192, 64, 64, 48, 2),
+    TileVariant(128, 128, 64, 64, 64, 3, 2),
+    TileVariant(64, 128, 64, 32, 64, 3, 2),
 )
 
 

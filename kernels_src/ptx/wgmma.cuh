@@ -117,10 +117,5 @@ WGMMA_BOTH_REGISTERS(64, 0, 32, 33, 34, 35, 36, 37, WGMMA_L4, WGMMA_32(0))
 WGMMA_BOTH_REGISTERS(64, 1, 32, 33, 34, 35, 36, 37, WGMMA_L4, WGMMA_32(0))
 WGMMA_BOTH_REGISTERS(128, 1, 64, 65, 66, 67, 68, 69, WGMMA_L8, WGMMA_64(0))
 
-// More widths of Wgmma.
-WGMMA_BOTH(8, 4, 5, 6, "%0,%1,%2,%3", "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]))
-WGMMA_BOTH(24, 12, 13, 14, WGMMA_L1 ",%8,%9,%10,%11", WGMMA_8(0), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]))
-WGMMA_BOTH(40, 20, 21, 22, WGMMA_L2 ",%16,%17,%18,%19", WGMMA_16(0), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]))
+// For products of few rows.
 WGMMA_BOTH(72, 36, 37, 38, WGMMA_L4 ",%32,%33,%34,%35", WGMMA_32(0), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]))
-WGMMA_BOTH(80, 40, 41, 42, WGMMA_L5, WGMMA_32(0), WGMMA_8(32))
-WGMMA_BOTH(176, 88, 89, 90, WGMMA_L11, WGMMA_64(0), WGMMA_16(64), WGMMA_8(80))
