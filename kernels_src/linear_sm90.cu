@@ -18,7 +18,7 @@
 //            `Through`: after the K-tiles of a tile some buffers of the ring carry its residual (THROUGH_RESIDUAL) or nothing
 //            (THROUGH_EMPTY), strip by strip; sums are added or put there and leave by the copy engine, so that their way to
 //            memory overlaps the next tile. 0: from registers to memory.
-//            `XRows`: for few rows, 16 or 32 instead of the 64 of one warpgroup: only these are copied and counted as the
+//            `XRows`: for few rows, 16 instead of the 64 of one warpgroup: only these are copied and counted as the
 //            tile's. The tensor core reads 64 rows all the same, whatever lies behind them in shared memory (the allocation
 //            reaches that far), and the results of those others are dropped.
 // Measured: see docs/performance.md

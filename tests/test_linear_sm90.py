@@ -28,8 +28,8 @@ HALVES = [np.float16, ml_dtypes.bfloat16]
 EVERY = [
     *((v, 256) for v in hopper._SEGMENTED),
     *((v, 0) for v in hopper._WHOLE),
-    *((replace(v, x_rows=rows), 256) for v in hopper._FEW_SEGMENTED for rows in (0, 16, 32)),
-    *((replace(v, x_rows=rows), 0) for v in hopper._FEW_WHOLE for rows in (0, 16, 32)),
+    *((replace(v, x_rows=rows), 256) for v in hopper._FEW_SEGMENTED for rows in (0, 16)),
+    *((replace(v, x_rows=rows), 0) for v in hopper._FEW_WHOLE for rows in (0, 16)),
 ]
 
 # One of each structure, chosen variants among them: one to three warpgroups along both axes, all kinds of cluster, with
@@ -45,7 +45,7 @@ FORCED = [
     HopperVariant(1, 1, 1, 96, 10, 2, 1),
     HopperVariant(1, 2, 1, 128, 8),
     HopperVariant(1, 1, 1, 32, 16, 1, 4, x_rows=16),
-    HopperVariant(1, 1, 1, 48, 12, 1, 2, x_rows=32),
+    HopperVariant(1, 1, 1, 48, 12, 1, 2, x_rows=16),
     SplitVariant(1, 32, 8, 2),
     SplitVariant(1, 72, 4, 8, x_rows=16),
     SplitVariant(2, 64, 5, 4),

@@ -108,7 +108,7 @@ class HopperVariant:
             and self.shared_mem(k) <= MAX_SHARED
             and (self.bm % (8 * self.cluster_n) == 0 or self.x_rows > 0)
             and self.bn % (8 * self.cluster_m) == 0
-            and (self.x_rows == 0 or (self.mi * self.groups_m == 1 and self.x_rows in (16, 32)))
+            and (self.x_rows == 0 or (self.mi * self.groups_m == 1 and self.x_rows == 16))
             and self.lag * (self.consumers - 1) < self.stages
         )
 
@@ -202,7 +202,7 @@ class SplitVariant:
         return (
             segment == SEGMENT
             and self.groups in (1, 2)
-            and (self.x_rows == 0 or (self.groups == 1 and self.x_rows in (16, 32)))
+            and (self.x_rows == 0 or (self.groups == 1 and self.x_rows == 16))
             and self.bn in _WIDTHS
             and self.bn // 2 + _WORKING_REGISTERS <= _REGISTERS[1]
             and self.split in (2, 4, 8)
@@ -293,7 +293,7 @@ def least_m(n: int, k: int) -> int:
 
 def _tile_rows(m: int) -> int:
     """`x_rows` for at most 64 rows."""
-    return 16 if m <= 16 else 32 if m <= 32 else 0
+    return 16 if m <= 16 else 0
 
 
 # For few rows: the variant whose busiest block reads the fewest columns of the weight; of equal ones the first.
