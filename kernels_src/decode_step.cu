@@ -17,7 +17,7 @@
 // Numerics  the bits of every result are those of the operators called one after another (docs/numerics.md)
 // Template  T half | bf16; the model and the batch by macros, see decode/shape.cuh
 // PROFILE   every warp writes its clock at points of each layer (MARK) into `stamps` [gridDim.x, LAYERS + 1, MARKS, WARPS]
-// Measured: see docs/performance.md
+// Measured: 43 % of 4.8 TB/s (Qwen3-0.6B, batch 1, context 127); H200, docs/performance.md
 #include "decode/attention.cuh"
 #include "ptx/grid_barrier.cuh"
 

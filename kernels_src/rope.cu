@@ -4,7 +4,7 @@
 // Bound     memory: x read once, out written once; the table's rows come from the caches for all heads but the first
 // Launch    one block for every THREADS * UNROLL vectors of pairs, counted through all tokens and heads
 // Template  T storage type; Position int or i64; Width: pairs of a vector (16 bytes, or 1 where D/2 is not made of vectors)
-// Measured: see docs/performance.md
+// Measured: 77 % of a copy (8192 x 32 x 128); H200, docs/performance.md
 //
 // A position outside the table gives NaN; nothing is read out of bounds. out may be x.
 #include "common/rope.cuh"
