@@ -377,15 +377,15 @@ def test_the_number_of_plans_is_bounded(cuda: FakeCuda, monkeypatch: pytest.Monk
 
 
 def test_which_arrays_a_plan_serves(cuda: FakeCuda) -> None:
-    from cukern.ops._fast import _kinds
+    from cukern.ops._fast import kinds
 
     class Subclass(cupy.ndarray):  # type: ignore[misc]
         pass
 
     x = aligned(cuda, (4, 8, 8), BF16)
-    assert _kinds((x, None), 1) == ((1, (4, 8, 8), BF16, None, 0), [x.data.ptr, 0], 0)
-    assert _kinds((x[2:],), 1) == ((1, (2, 8, 8), BF16, 0), [x[2:].data.ptr], 0)
-    assert _kinds((x[:1],), True) == _kinds((x[:1],), 1)
+    assert kinds((x, None), 1) == ((1, (4, 8, 8), BF16, None, 0), [x.data.ptr, 0], 0)
+    assert kinds((x[2:],), 1) == ((1, (2, 8, 8), BF16, 0), [x[2:].data.ptr], 0)
+    assert kinds((x[:1],), True) == kinds((x[:1],), 1)
     for other in (
         x.T,
         x[::2],
@@ -399,8 +399,8 @@ def test_which_arrays_a_plan_serves(cuda: FakeCuda) -> None:
         [1.0],
         None,
     ):
-        assert _kinds((other,), 1) is None
-    assert _kinds((x, aligned(cuda, (4, 8), BF16, device=1)), 1) is None
+        assert kinds((other,), 1) is None
+    assert kinds((x, aligned(cuda, (4, 8), BF16, device=1)), 1) is None
 
 
 def test_an_empty_array_is_a_null_pointer_each_time(cuda: FakeCuda) -> None:

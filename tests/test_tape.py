@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 from contextlib import nullcontext
 from dataclasses import replace
@@ -150,8 +151,13 @@ def test_a_launch_that_is_not_a_repetition_ends_the_tape(
 def test_an_array_that_is_not_on_the_tape_ends_it(
     bench: Bench, replays: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    addresses = type(bench.model)._addresses
-    monkeypatch.setattr(type(bench.model), "_addresses", lambda *a: [*addresses(*a), 4096])
+    others = type(bench.model)._others
+
+    def with_one_more(*args: Any) -> Any:
+        kinds, addresses = others(*args)
+        return kinds, [*addresses, 4096]
+
+    monkeypatch.setattr(type(bench.model), "_others", with_one_more)
     assert bench.launched() == bench.launched(tap=lambda index, x: None)
     assert replays == []
 
@@ -164,6 +170,44 @@ def test_an_array_that_something_else_made_ends_it(
     monkeypatch.setattr(ops, "swiglu", lambda gate_up: swiglu(gate_up) is None or other)
     assert len(bench.launched()) == 1 + 9 * 5
     assert replays == []
+
+
+def test_two_arrays_in_one_place_end_it(bench: Bench, replays: list[int]) -> None:
+    """Where a layer has one array twice, nothing tells which of two others a launch wants."""
+    second = bench.model.weights.layers[1]
+    second.k_norm = second.q_norm
+    assert bench.launched() == bench.launched(tap=lambda index, x: None)
+    assert replays == []
+
+
+@pytest.mark.parametrize("kind", ["strides", "alignment", "dtype", "shape", "bias"])
+def test_a_layer_of_another_kind_goes_through_the_operators(
+    bench: Bench, replays: list[int], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller may replace weights: what the second layer's launches assume must hold for the others too."""
+    c, layer = CONFIG, bench.model.weights.layers[3]
+    size = (c.hidden_size, c.intermediate_size)
+    if kind == "strides":
+        layer.down = bench.array(size[::-1]).T
+    elif kind == "alignment":
+        layer.input_norm = bench.array((c.hidden_size + 1,), FLOAT)[1:]
+    elif kind == "dtype":
+        layer.down = bench.array(size, FLOAT)
+    elif kind == "shape":
+        layer.down = bench.array((c.hidden_size, 2 * c.intermediate_size))
+    else:
+        layer.qkv_bias = None
+    through: list[int] = []
+    one = type(bench.model)._layer
+
+    def seen(self: Any, index: int, *args: Any) -> Any:
+        through.append(index)
+        return one(self, index, *args) if index < 3 else args[0]
+
+    monkeypatch.setattr(type(bench.model), "_layer", seen)
+    bench.launched()
+    assert len(replays) == 1
+    assert through == [0, 1, 3, 4]
 
 
 def test_a_launch_that_fails_is_an_error_and_slots_come_back(bench: Bench) -> None:
@@ -191,6 +235,25 @@ def test_another_thread_is_not_recorded(bench: Bench) -> None:
     assert recorded._launches == []
     assert not other.whole
     assert recorded.bind([1], []) is None
+
+
+def test_a_tape_that_ends_while_another_thread_launches(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each place looks once at what records: it may be gone at the next look."""
+
+    class Module:
+        looks = 0
+
+        @property
+        def active(self) -> Tape | None:
+            self.looks += 1
+            return Tape() if self.looks % 2 else None
+
+    plain = bench.launched()
+    for name in ("cukern.jit.loaded", "cukern.ops._fast"):
+        monkeypatch.setattr(importlib.import_module(name), "tape", Module())
+    assert bench.launched(tap=lambda index, x: None) == plain
+    monkeypatch.setattr("cukern.ops._fast.Plans.find", lambda *_: None)
+    assert bench.launched(tap=lambda index, x: None) == plain
 
 
 @pytest.mark.gpu

@@ -134,8 +134,9 @@ class LoadedKernel:
         self, slot: Slot, grid: Any, block: Any, shared_mem: int, stream: Any, cluster: Dims3 | None, pdl: bool
     ) -> None:
         """Launch with the arguments that `slot` holds. The device must be current."""
-        if tape.active is not None:
-            tape.active.miss()
+        recording = tape.active  # read once: another thread may end it
+        if recording is not None:
+            recording.miss()
         if type(grid) is int:
             grid = (grid, 1, 1)
         elif type(grid) is not tuple or len(grid) != 3:
@@ -265,8 +266,9 @@ class Repeated:
         self._attributes = attributes
 
     def __call__(self, *lead: int | bytes) -> None:
-        if tape.active is not None:
-            tape.active.add(self, lead)
+        recording = tape.active  # read once: another thread may end it
+        if recording is not None:
+            recording.add(self, lead)
         try:
             slot = self._pool.pop()
         except IndexError:

@@ -87,12 +87,15 @@ class Tape:
         Returns
         -------
         Replay or None
-            None where the tape is not whole, where an array that will be another does not occur in it, and where one
-            occurs that is neither given nor the result of a recorded launch: something else has made that.
+            None where the tape is not whole, where two of `addresses` are equal (which of them occurs cannot be
+            told), where an array that will be another does not occur in it, and where one occurs that is neither given
+            nor the result of a recorded launch: something else has made that.
         """
         if not self.whole or not self._launches:
             return None
         places = {address: i for i, address in enumerate(addresses) if address}
+        if len(places) < sum(map(bool, addresses)):
+            return None
         known = {0, *same, *places, *(array.data.ptr for array in self._kept)}
         seen = set[int]()
         launches = []

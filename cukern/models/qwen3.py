@@ -176,7 +176,8 @@ class Qwen3:
         """Run layers on a GPU with little host time; how many were run.
 
         The launches of the second layer (whose plans the first one has left) are recorded and made again with the
-        addresses of the others: a prompt of a few hundred tokens would wait for Python otherwise.
+        addresses of the others: a prompt of a few hundred tokens would wait for Python otherwise. A layer whose weights
+        are of other kinds, replaced by a caller, ends it: the operators' checks are for that.
         """
         layers = self.weights.layers
         if len(layers) < 3:
@@ -185,20 +186,28 @@ class Qwen3:
         tape = Tape()
         with tape.recording():
             self._layer(1, x, batch, cache)
-        b = batch
+        recorded, b = self._others(1, cache), batch
+        if recorded is None:
+            return 2
         same = (x, b.positions, b.slot_mapping, b.cu_seqlens_q, b.seq_lens, b.block_tables, self.rope_table)
-        replay = tape.bind(self._addresses(1, cache), [a.data.ptr for a in same])
+        replay = tape.bind(recorded[1], [a.data.ptr for a in same])
         if replay is None:
             return 2
         with replay:
             for i in range(2, len(layers)):
-                replay(self._addresses(i, cache))
+                others = self._others(i, cache)
+                if others is None or others[0] != recorded[0]:
+                    return i
+                replay(others[1])
         return len(layers)
 
-    def _addresses(self, index: int, cache: PagedKVCache) -> list[int]:
-        """Of everything that is another array in every layer."""
-        arrays = vars(self.weights.layers[index]).values()
-        return [*(0 if a is None else a.data.ptr for a in arrays), *cache.addresses(index)]
+    def _others(self, index: int, cache: PagedKVCache) -> tuple[Any, list[int]] | None:
+        """Kinds and addresses of everything that is another array in every layer; None for weights that the operators
+        would have to copy or refuse."""
+        from ..ops._fast import kinds
+
+        found = kinds(tuple(vars(self.weights.layers[index]).values()), None)
+        return None if found is None else (found[0], [*found[1], *cache.addresses(index)])
 
     def head(self, x: Array) -> Array:
         """Logits of rows of the residual stream: the final norm and the product with the vocabulary.

@@ -18,7 +18,7 @@ from cukern.jit import registry as jit_registry
 from cukern.jit.kernels import Dims
 from cukern.ops._arrays import FLOAT32, Array
 
-__all__ = ["Plan", "Plans", "plain_dtype"]
+__all__ = ["Plan", "Plans", "kinds", "plain_dtype"]
 
 _MOST_PLANS = 4096  # prompts of every length leave some
 
@@ -34,18 +34,20 @@ class Plan(NamedTuple):
 
     def empty(self) -> Array:
         """The array of the result."""
-        made = _Cupy.ndarray(self.shape, self.dtype)
-        if tape.active is not None:
-            tape.active.keep(made)
-        return made
+        return _kept(_Cupy.ndarray(self.shape, self.dtype))
 
     @staticmethod
     def workspace(shape: tuple[int, ...]) -> Array:
         """An array of float32."""
-        made = _Cupy.ndarray(shape, FLOAT32)
-        if tape.active is not None:
-            tape.active.keep(made)
-        return made
+        return _kept(_Cupy.ndarray(shape, FLOAT32))
+
+
+def _kept(made: Array) -> Array:
+    """The array, which belongs to the tape that records, if there is one."""
+    recording = tape.active  # read once: another thread may end it
+    if recording is not None:
+        recording.keep(made)
+    return made
 
 
 class _Cupy:
@@ -85,7 +87,7 @@ class Plans:
         options
             What else decides the call: equal options must mean equal calls.
         """
-        seen = _kinds(arrays, options)
+        seen = kinds(arrays, options)
         if seen is None:
             return None
         key, pointers, device = seen
@@ -124,7 +126,7 @@ class Plans:
         second : tuple, optional
             Another launch behind it: kernel, grid, block, arguments.
         """
-        seen = _kinds(arrays, options)
+        seen = kinds(arrays, options)
         # under emulation the choice of variants is that of another device
         if seen is None or devices.emulation_active() or any(a is not None and a.size == 0 for a in arrays):
             return
@@ -142,7 +144,7 @@ class Plans:
         self._plans[seen[0]] = (plan, devices.describe(seen[2]))
 
 
-def _kinds(arrays: Sequence[Any], options: Hashable) -> tuple[tuple[Any, ...], list[int], int] | None:
+def kinds(arrays: Sequence[Any], options: Hashable) -> tuple[tuple[Any, ...], list[int], int] | None:
     """(key, addresses, device) of contiguous and aligned CuPy arrays on one GPU, or None."""
     ndarray = _Cupy.ndarray
     device = -1
