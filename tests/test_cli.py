@@ -363,6 +363,15 @@ def test_score_refuses_bad_lines_before_it_loads(cli, stdin, message):
     assert out == ""
 
 
+def test_score_counts_prompts_through_all_of_the_input(cli, monkeypatch):
+    monkeypatch.setattr("cukern.cli.score._LINES", 2)
+    lines = [{"prompt": [1], "completion": [2]}] * 3 + [{"prompt": [1], "completions": [[3], [10**6]]}]
+    code, out, err = cli(*SCORE, stdin="\n".join(json.dumps(line) for line in lines).encode())
+    assert code == 1
+    assert "error: completions[3][1] has token id 1000000, outside the vocabulary" in err
+    assert [json.loads(line)["prompt_index"] for line in out.splitlines()] == [0, 1]
+
+
 # -- demo ----------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,7 +64,10 @@ def score(
     for start in range(0, len(pairs), _LINES):
         some = pairs[start : start + _LINES]
         given = [c for _, entry in some for c in entry]
-        scores = llm.score([p for p, _ in some], [entry for _, entry in some], temperature=temperature)
+        try:
+            scores = llm.score([p for p, _ in some], [entry for _, entry in some], temperature=temperature)
+        except (TypeError, ValueError) as error:
+            raise ValueError(_counted_from(start, str(error))) from error
         for completion, found in zip(given, scores):
             line = {
                 "prompt_index": start + found.prompt_index,
@@ -74,6 +78,11 @@ def score(
                 "is_greedy": found.is_greedy.tolist(),
             }
             typer.echo(json.dumps(_json_numbers(line), ensure_ascii=ascii_only))
+
+
+def _counted_from(start: int, message: str) -> str:
+    """A message about some of the prompts, with their numbers among all of them: the `prompt_index` of the output."""
+    return re.sub(r"\b(prompts|completions)\[(\d+)\]", lambda m: f"{m[1]}[{start + int(m[2])}]", message)
 
 
 def _read_lines(file: Path | None) -> Iterator[tuple[Any, list[Any]]]:
