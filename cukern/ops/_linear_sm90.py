@@ -31,7 +31,7 @@ BLOCK_K = 64
 SEGMENT = 256
 MAX_SHARED = 227 << 10
 _FEW = 64
-"""Up to this many rows the bytes of the weight decide, and tiles of 16, 32 or 64 rows serve."""
+"""Up to this many rows the bytes of the weight decide, and tiles of 16 or 64 rows serve."""
 
 # Registers of a consumer thread, by the number of consumer warpgroups (setmaxnreg in the kernel), and what is left of
 # them beside accumulators.
@@ -387,9 +387,10 @@ def candidates(m: int, n: int, k: int, sm_count: int, residual: bool = False) ->
 
 
 class Maps(NamedTuple):
-    """Sizes of the tensor maps of a launch: rows, columns and box, for `matrix_map` and `float_map`.
+    """Sizes of the tensor maps of a launch: rows, columns and box, for `matrix_map` and `result_map`.
 
-    `out` is None for a kernel that takes the residual's address, and empty where results do not pass through a map.
+    `out`, with the bytes of an element behind the columns, is None for a kernel that takes the residual's address, and
+    empty where results do not pass through a map.
     """
 
     x: tuple[int, int, int]

@@ -67,8 +67,8 @@ def linear(
         Written and returned; contiguous, not the memory of `x`. Not with `residual`.
     static_weight : bool
         Promises that `weight` was written before the kernel launched just ahead of this one in the stream (a loaded
-        model's always is). The product of a few rows then fetches it while that kernel still runs (compute capability
-        9.0 and later).
+        model's always is). From compute capability 9.0 on the product then fetches it while that kernel still runs: at
+        9.0 that of any number of rows, later that of a few.
     backend : {"cukern", "cublas"}
         "cublas" calls the vendor's library, for comparison: its bits change with the batch, and it cannot be captured.
 

@@ -1,5 +1,5 @@
 // Registers move between the warpgroups of a block (sm_90a and later): each call by all four warps of a warpgroup, a multiple of 8.
-// No CPU body: not emulated. PTX ISA, "setmaxnreg". Test: tests/test_linear_sm90.py, tests/test_decode_step.py
+// No CPU body: not emulated. PTX ISA, "setmaxnreg". Test: tests/test_linear_sm90.py, tests/test_attention_prefill_sm90.py
 #pragma once
 
 // Registers per thread of this warpgroup from here on; waits until others have given up enough.
