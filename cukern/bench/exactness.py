@@ -6,7 +6,6 @@ accumulators; attention over a prompt is one online softmax over all keys (a chu
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -48,9 +47,9 @@ def free_order() -> Iterator[None]:
 @contextmanager
 def portable_attention() -> Iterator[None]:
     """Let attention over prompts run as the kernel for every architecture, the one that has a free variant."""
-    name = "cukern.ops._attention_sm90"
-    changes = [(sys.modules[name], "launched", lambda *_, **__: None)] if name in sys.modules else []
-    with _changed(*changes):
+    from cukern.ops import _attention_sm90
+
+    with _changed((_attention_sm90, "launched", lambda *_, **__: None)):
         yield
 
 

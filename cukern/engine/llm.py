@@ -224,7 +224,7 @@ class LLM:
         -----
         Prompt and completion go through the model as one packed batch without padding, ``max_batched_tokens`` tokens a
         step. Logits are kept for 512 tokens at a time. Several completions of one prompt share its blocks of the cache:
-        it is computed once, but for the last block.
+        it is computed once, but for the last block, and again only for one that begins when those before it have ended.
         """
         engine = self.engine
         factor = _temperature(temperature)
