@@ -339,7 +339,7 @@ def test_result_map_refuses(arguments: tuple[int, ...], match: str) -> None:
 
 EPILOGUE = """
 #include "common/fragment_rows.cuh"
-// Accumulator of (row, column) = 1000 row + column, as ptx/wgmma.cuh lays them out.
+// Accumulator of (row, column) = 64 row + column, as ptx/wgmma.cuh lays them out.
 __device__ float value(int row, int column) { return row * 64 + column; }
 template <int Columns>
 __device__ void fill(float (&v)[Columns / 2], int row, int column) {
