@@ -45,11 +45,6 @@ __device__ __forceinline__ void tma_load_2d_multicast(void *smem, const TensorMa
 // After ordinary stores to shared memory, before a barrier behind which the tensor cores or the copy engine read them.
 __device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Asks for `bytes` (a multiple of 16) from an address at a multiple of 16 to be brought into L2.
-__device__ __forceinline__ void prefetch_l2(const void *p, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
-}
-
 // The box from this block's shared memory to (column, row) of the tensor; what lies outside is not written. Behind ordinary
 // stores to the box: async_proxy_fence, then a barrier with the thread that calls this.
 __device__ __forceinline__ void tma_store_2d(const TensorMap *map, const void *smem, int column, int row) {
