@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import cukern
 from cukern import LLM, SamplingParams
 from cukern.engine import score as score_module
+from cukern.engine.engine import Engine
 from cukern.engine.scheduler import StepPlan
 from cukern.engine.score import Scoring, book_scores, score_arrays
 from cukern.engine.tokenizer import Tokenizer
@@ -186,6 +188,8 @@ def test_texts_are_encoded_each_by_itself(llm: LLM, tokenizer: Tokenizer) -> Non
         ([1] * 30, [2] * 35, {}, ValueError, r"prompts\[0\] has 30 tokens; with the 35 tokens of completions"),
         ([1], [2], {"temperature": 0}, ValueError, "temperature must be positive and finite in float32, got 0"),
         ([1], [2], {"temperature": 1e40}, ValueError, "temperature must be positive and finite"),
+        ([1], [[None]], {}, TypeError, r"completions\[0\]\[0\] must hold integer token ids, got None"),
+        ([1], [2], {"temperature": 10**400}, ValueError, "temperature must be positive and finite"),
         ([1], [2], {"temperature": float("nan")}, ValueError, "temperature must be positive and finite"),
         ([1], [2], {"temperature": "hot"}, TypeError, "temperature must be a number, got 'hot'"),
     ],
@@ -257,6 +261,49 @@ def test_an_interruption_frees_everything(make: Any, model: cukern.Qwen3, kind: 
     again = llm.score([[1, 2, 3], [4]], [[5] * 20, [6] * 9])
     for a, b in zip(want, again):
         np.testing.assert_array_equal(a.logprobs, b.logprobs)
+
+
+def test_an_interruption_between_the_last_token_and_its_removal(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make()
+
+    def interrupted(sequence: Any) -> None:
+        raise KeyboardInterrupt
+
+    sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+    for use in (lambda: llm.score([1, 2], [3, 4]), lambda: llm.generate([1, 2], sampling)):
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.engine.scheduler, "remove", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                use()
+        assert_released(llm)
+
+
+def test_an_interruption_on_any_line_of_a_step(llm: LLM) -> None:
+    """Where a signal may arrive: before each line of `Engine.step`, when it is first reached."""
+    codes = (Engine.step.__code__, Engine._step.__code__)
+    met: list[tuple[Any, int]] = []
+
+    def line(frame: Any, event: str, _: Any) -> Any:
+        place = (frame.f_code, frame.f_lineno)
+        if event == "line" and len(met) < rounds and place not in met:
+            met.append(place)
+            raise KeyboardInterrupt
+        return line
+
+    (want,) = llm.score([1, 2], [3, 4])
+    before, rounds = sys.gettrace(), 0
+    while rounds == len(met):  # one interruption a round, until there is no further line
+        rounds += 1
+        sys.settrace(lambda frame, event, _: line if frame.f_code in codes else None)
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                llm.score([1, 2], [3, 4])
+        finally:
+            sys.settrace(before)
+        assert_released(llm)
+    assert len(met) > 5
+    (again,) = llm.score([1, 2], [3, 4])
+    np.testing.assert_array_equal(again.logprobs, want.logprobs)
 
 
 # -- rows of a step ------------------------------------------------------------------------------------------------

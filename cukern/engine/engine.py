@@ -141,7 +141,6 @@ class Engine:
         self._steps = 0
         self._next_number = 0
         self._process = os.getpid()
-        self._stepping = False
         self._step_lock = threading.Lock()
         self._dropped_meanwhile: list[Sequence] = []
 
@@ -190,9 +189,19 @@ class Engine:
         computed again from the same point.
         """
         self.check_process()
-        if not self._step_lock.acquire(blocking=False):
+        if self._step_lock.locked():
             raise RuntimeError("the engine is in the middle of a step; use one LLM from one thread at a time")
-        self._stepping = True
+        try:
+            with self._step_lock:  # not acquire(): an interruption right behind that would leave it locked
+                worked = self._step()
+        finally:
+            dropped, self._dropped_meanwhile = self._dropped_meanwhile, []
+            if dropped:
+                self.scheduler.recover(dropped)
+                self._leave_loop()
+        return worked
+
+    def _step(self) -> bool:
         try:
             with self.stream.use():
                 worked = self._advance()
@@ -206,13 +215,6 @@ class Engine:
                 # A kept traceback (sys.last_value in a notebook) would keep the step's activations alive.
                 traceback.clear_frames(error.__traceback__)
             raise
-        finally:
-            self._stepping = False
-            self._step_lock.release()
-            dropped, self._dropped_meanwhile = self._dropped_meanwhile, []
-            if dropped:
-                self.scheduler.recover(dropped)
-                self._leave_loop()
 
     def _advance(self) -> bool:
         loop = self.loop
@@ -266,7 +268,7 @@ class Engine:
     def drop(self, sequences: Iterable[Sequence]) -> None:
         """Forget requests and free their blocks at once; finished ones are left alone."""
         doomed = [s for s in sequences if s.finish_reason is None]
-        if self._stepping:  # a garbage collection inside a step ended a stream
+        if self._step_lock.locked():  # a garbage collection inside a step ended a stream
             self._dropped_meanwhile.extend(doomed)
         else:
             try:

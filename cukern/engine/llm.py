@@ -532,8 +532,11 @@ def _per_prompt(completions: Any, count: int) -> list[Any]:
 def _temperature(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"score: temperature must be a number, got {value!r}")
-    with np.errstate(over="ignore"):
-        number = float(np.float32(value))
+    try:
+        with np.errstate(over="ignore"):
+            number = float(np.float32(value))
+    except OverflowError:  # an int beyond float64
+        number = float("inf")
     if not 0 < number < float("inf"):
         raise ValueError(f"score: temperature must be positive and finite in float32, got {value!r}")
     return number
@@ -545,7 +548,7 @@ def _token_ids(prompt: Any, name: str) -> list[int]:
     ids = prompt.tolist() if isinstance(prompt, np.ndarray) else list(prompt)
     if set(map(type, ids)) <= {int}:  # the usual case, without a look at each in Python
         return ids
-    wrong = next((i for i in ids if isinstance(i, bool) or not isinstance(i, (int, np.integer))), None)
-    if wrong is not None:
-        raise TypeError(f"{name} must hold integer token ids, got {wrong!r}")
+    for i in ids:
+        if isinstance(i, bool) or not isinstance(i, (int, np.integer)):
+            raise TypeError(f"{name} must hold integer token ids, got {i!r}")
     return [int(i) for i in ids]

@@ -176,8 +176,9 @@ class Scheduler:
                 self.remove(sequence)
 
     def recover(self, dropped: Iterable[Sequence] = ()) -> None:
-        """Restore queues and free list after an interruption anywhere above, and forget the ``dropped`` requests."""
-        for sequence in dropped:
+        """Restore queues and free list after an interruption anywhere above; forget ended and ``dropped`` requests."""
+        finished = [s for s in self._live.values() if s.finish_reason is not None]  # but not yet removed
+        for sequence in [*dropped, *finished]:
             self._live.pop(sequence.number, None)
         live = sorted(self._live.values(), key=lambda s: s.number)
         # What a follower shares may not have been computed: it starts again.
