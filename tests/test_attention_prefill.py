@@ -412,6 +412,13 @@ def of_dim(d: int) -> dict[str, np.ndarray]:
         ({**DENSE, "k": zeros(1, 4, 1, 64, dtype=BF16)}, TypeError, "k has dtype bfloat16"),
         ({**DENSE, "scale": 0.0}, ValueError, "scale must be positive"),
         ({**DENSE, "scale": math.nan}, ValueError, "scale must be positive"),
+        ({**DENSE, "scale": 1e-320}, ValueError, "scale must be positive and finite in float32"),
+        ({**DENSE, "scale": 1e-39}, ValueError, "scale must be positive and finite in float32"),
+        ({**DENSE, "scale": 3e38}, ValueError, "scale must be positive and finite in float32"),
+        ({**DENSE, "scale": 10**400}, ValueError, "scale must be positive and finite in float32"),
+        ({**DENSE, "scale": "wide"}, TypeError, "scale must be a number, got 'wide'"),
+        ({**DENSE, "k": None}, TypeError, "k must be an array, got None"),
+        ({**DENSE, "v": None}, TypeError, "v must be an array, got None"),
         ({**DENSE, "out": zeros(1, 4, 2, 32)}, ValueError, "out has shape"),
         ({**DENSE, "out": zeros(1, 2, 4, 64).swapaxes(1, 2)}, ValueError, "out must be C-contiguous"),
         ({**DENSE, **TABLES}, ValueError, "block_tables needs q packed"),
@@ -427,6 +434,21 @@ def of_dim(d: int) -> dict[str, np.ndarray]:
 def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with cukern.emulate(check=True), pytest.raises(error, match=message):
         attention_prefill(**arguments)
+
+
+@pytest.mark.parametrize("argument", ["q", "k", "v"])
+def test_out_is_apart_from_what_others_read(argument: str) -> None:
+    """Another block may still read what one has written already. Its own queries a block reads first."""
+    memory = zeros(2, 4, 2, 64)
+    arrays = {name: np.ones((1, 4, 2, 64), np.float16) for name in ("q", "k", "v")} | {argument: memory[:1]}
+    shifted = memory.reshape(-1)[64 : 64 + 512].reshape(1, 4, 2, 64)
+    for out in (memory[:1], shifted)[argument == "q" :]:
+        with cukern.emulate(), pytest.raises(ValueError, match=f"out shares memory with {argument}"):
+            attention_prefill(**arrays, out=out)
+    arrays["q"] = np.ones((1, 4, 2, 64), np.float16)
+    with cukern.emulate():
+        want = attention_prefill(**arrays)
+        np.testing.assert_array_equal(attention_prefill(**arrays, out=arrays["q"]), want)
 
 
 @pytest.mark.parametrize(

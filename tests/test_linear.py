@@ -371,6 +371,8 @@ def test_wrong_arguments(backend: Any) -> None:
         (ValueError, "out", {"out": put(np.ones((3, 16), np.float16))[:, ::2]}),
         (TypeError, "dtype", {"dtype": ml_dtypes.bfloat16}),
         (ValueError, "float32", {"dtype": np.float16, "residual": result}),
+        (TypeError, "linear: dtype is 'float33'", {"dtype": "float33"}),
+        (TypeError, "linear: dtype is 'float33'", {"dtype": "float33", "residual": result}),
         (ValueError, "not both", {"out": result, "residual": result}),
         (ValueError, "backend", {"backend": "magic"}),
         (ValueError, "K = 0", {"x": put(np.ones((3, 0), np.float16)), "weight": put(np.ones((8, 0), np.float16))}),
@@ -380,6 +382,14 @@ def test_wrong_arguments(backend: Any) -> None:
     if backend.name == "emulated":
         with pytest.raises(RuntimeError, match="cublas"):
             linear(x, w, backend="cublas")
+    square, bias = put(np.ones((8, 8), np.float16)), put(np.ones(8, np.float32))
+    for name, given in (("x", square), ("weight", square), ("bias", bias)):
+        arguments = {"x": put(np.ones((2, 8), np.float16)), "weight": put(np.ones((8, 8), np.float16)), name: given}
+        out = given[:2] if name == "weight" else given if name == "x" else bias.reshape(1, 8)
+        if name == "bias":
+            arguments |= {"x": put(np.ones((1, 8), np.float16)), "dtype": np.float32}
+        with pytest.raises(ValueError, match=f"out shares memory with {name}"):
+            linear(**arguments, out=out)
     for variant in (RowsVariant(1, 1, 4), RowsVariant(1, 13, 6), RowsVariant(1, 1, 6, rows=17)):
         with pytest.raises(ValueError, match="cannot run"):
             _linear_variant(variant, put(np.ones((1, 16), np.float16)), w)

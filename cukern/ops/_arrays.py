@@ -170,7 +170,9 @@ def check_dtype(function: str, name: str, array: Array, allowed: Sequence[np.dty
 
 
 def check_shape(function: str, name: str, array: Array, shape: Sequence[int | None]) -> None:
-    """Raise ValueError unless the shape matches; None stands for any size."""
+    """Raise ValueError unless the shape matches; None stands for any size. TypeError if there is no array."""
+    if array is None:
+        raise TypeError(f"{function}: {name} must be an array, got None")
     if len(array.shape) != len(shape) or any(w is not None and g != w for g, w in zip(array.shape, shape)):
         want = ", ".join("any" if s is None else str(s) for s in shape)
         raise ValueError(f"{function}: {name} has shape {tuple(array.shape)}, expected ({want})")

@@ -40,6 +40,7 @@ COMPILED_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 160, 192, 256)
 PAGE_SIZES = (16, 32, 64, 128, 256)
 """Tokens per block of a paged cache."""
 
+_SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 _MAX_TOKENS = (1 << 30) - 256  # kernels add a tile to a row and to 2^30 in 32 bits
 
 
@@ -101,9 +102,15 @@ def check_pages(function: str, tables: np.ndarray, seq_lens: np.ndarray, blocks:
 
 def softmax_constants(function: str, scale: float | None, head_dim: int) -> tuple[float, float]:
     """(scale, scale * log2(e)), the second rounded once to float32: prefill and decode must use one number."""
-    value = head_dim**-0.5 if scale is None else float(scale)
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{function}: scale must be positive and finite, got {scale!r}")
+    try:
+        value = head_dim**-0.5 if scale is None else float(scale)
+    except (TypeError, ValueError):
+        raise TypeError(f"{function}: scale must be a number, got {scale!r}") from None
+    except OverflowError:  # an int beyond float64
+        value = math.inf
+    # Neither may become 0 or infinite in float32, where -inf (a masked score) times it would be NaN.
+    if not _SMALLEST <= value <= _LARGEST / math.log2(math.e):
+        raise ValueError(f"{function}: scale must be positive and finite in float32, times log2(e) too, got {scale!r}")
     return value, float(np.float32(value * math.log2(math.e)))
 
 

@@ -8,7 +8,17 @@ from typing import Any
 from cukern.jit import Kernel, device, kernel
 from cukern.jit.tensor_map import heads_map
 from cukern.ops import _attention_sm90
-from cukern.ops._arrays import CTYPES, FLOAT32, Array, Place, check_dtype, check_out, check_shape, place_arrays
+from cukern.ops._arrays import (
+    CTYPES,
+    FLOAT32,
+    Array,
+    Place,
+    check_apart,
+    check_dtype,
+    check_out,
+    check_shape,
+    place_arrays,
+)
 from cukern.ops._attention import (
     COMPILED_HEAD_DIMS,
     check_caches,
@@ -116,7 +126,7 @@ def attention_prefill(
     return_lse : bool
         Also return the natural logarithm of the sum of exponentials of the scaled scores.
     out : array of q's shape and dtype, optional
-        Written and returned; contiguous.
+        Written and returned; contiguous, no memory of k or v (all of q's may be given).
 
     Returns
     -------
@@ -212,6 +222,7 @@ def _attention_prefill(
     value, c = softmax_constants(_NAME, scale, q.shape[-1])
     if out is not None:
         check_out(_NAME, out, q.shape, q.dtype)
+        check_apart(_NAME, "out", out, same="q", q=q, k=k, v=v)
     if place.kind == "reference":
         return reference_attention_prefill(
             q,

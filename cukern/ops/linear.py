@@ -16,7 +16,9 @@ from cukern.ops._arrays import (
     FLOAT32,
     Array,
     Place,
+    as_dtype,
     as_rows,
+    check_apart,
     check_dtype,
     check_out,
     check_shape,
@@ -64,7 +66,7 @@ def linear(
     dtype : dtype, optional
         Of the result: that of `x` (default) or float32 (logits). With `residual` it is float32.
     out : array [..., N], optional
-        Written and returned; contiguous, not the memory of `x`. Not with `residual`.
+        Written and returned; contiguous, no memory of an input. Not with `residual`.
     static_weight : bool
         Promises that `weight` was written before the kernel launched just ahead of this one in the stream (a loaded
         model's always is). From compute capability 9.0 on the product then fetches it while that kernel still runs: at
@@ -82,7 +84,8 @@ def linear(
     TypeError
         Wrong dtypes, or arrays in different places.
     ValueError
-        Shapes that do not fit, K = 0, a non-contiguous `weight`, `out` or `residual`, an unknown `backend`.
+        Shapes that do not fit, K = 0, a non-contiguous `weight`, `out` or `residual`, an `out` that shares memory with
+        an input, an unknown `backend`.
     RuntimeError
         ``backend="cublas"`` for arrays that are not on a GPU, or without the library.
 
@@ -221,21 +224,23 @@ def _check(
             "make it contiguous once"
         )
     shape = (*x.shape[:-1], n)
+    wanted = None if dtype is None else as_dtype("linear", dtype)
     if bias is not None:
         check_dtype("linear", "bias", bias, [FLOAT32, *halves])
         check_shape("linear", "bias", bias, (n,))
     if residual is not None:
-        if dtype is not None and np.dtype(dtype) != FLOAT32:
-            raise ValueError(f"linear: with residual the result is float32, got dtype={np.dtype(dtype).name}")
+        if wanted not in (None, FLOAT32):
+            raise ValueError(f"linear: with residual the result is float32, got dtype={wanted}")
         if out is not None:
             raise ValueError("linear: give residual or out, not both; with residual the result is written there")
         check_out("linear", residual, shape, FLOAT32, name="residual")
         return FLOAT32, n
-    out_dtype = np.dtype(dtype) if dtype is not None else x.dtype if out is None else out.dtype
+    out_dtype = wanted if wanted is not None else x.dtype if out is None else out.dtype
     if out_dtype not in (x.dtype, FLOAT32):
         raise TypeError(f"linear: dtype must be {x.dtype} (that of x) or float32, got {out_dtype}")
     if out is not None:
         check_out("linear", out, shape, out_dtype)
+        check_apart("linear", "out", out, x=x, weight=weight, bias=bias)
     return out_dtype, n
 
 
