@@ -177,9 +177,11 @@ class Scheduler:
 
     def recover(self, dropped: Iterable[Sequence] = ()) -> None:
         """Restore queues and free list after an interruption anywhere above; forget ended and ``dropped`` requests."""
-        finished = [s for s in self._live.values() if s.finish_reason is not None]  # but not yet removed
-        for sequence in [*dropped, *finished]:
+        for sequence in dropped:
             self._live.pop(sequence.number, None)
+        for sequence in list(self._live.values()):  # a copy: another thread may queue requests, to be refused a step
+            if sequence.finish_reason is not None:  # but not yet removed
+                self._live.pop(sequence.number, None)
         live = sorted(self._live.values(), key=lambda s: s.number)
         # What a follower shares may not have been computed: it starts again.
         self.running = [s for s in self.running if s.number in self._live and s.follows is None]
