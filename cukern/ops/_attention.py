@@ -13,6 +13,7 @@ from cukern.ops._arrays import (
     FLOAT32,
     Array,
     Place,
+    check_apart,
     check_dtype,
     check_shape,
     contiguous,
@@ -27,6 +28,7 @@ __all__ = [
     "check_index",
     "check_lengths",
     "check_pages",
+    "check_views_apart",
     "softmax_constants",
     "strided",
 ]
@@ -127,6 +129,13 @@ def strided(function: str, name: str, array: Array, place: Place) -> tuple[Array
         array = contiguous(array, place) if not array.flags.c_contiguous else array.copy()
     strides = tuple(s // array.itemsize if n > 1 else 0 for s, n in zip(array.strides[:-1], array.shape))
     return _as_pointer(array, strides), strides
+
+
+def check_views_apart(function: str, out: Array, place: Place, **inputs: Array) -> None:
+    """`check_apart` for inputs whose views are taken as they are: from their first to their last element. All of q may
+    be given as out."""
+    taken = {name: strided(function, name, array, place)[0] for name, array in inputs.items() if _fits(array)}
+    check_apart(function, "out", out, same="q", **taken)
 
 
 def _fits(array: Array) -> bool:

@@ -13,7 +13,6 @@ from cukern.ops._arrays import (
     FLOAT32,
     Array,
     Place,
-    check_apart,
     check_dtype,
     check_out,
     check_shape,
@@ -26,6 +25,7 @@ from cukern.ops._attention import (
     check_index,
     check_lengths,
     check_pages,
+    check_views_apart,
     softmax_constants,
     strided,
 )
@@ -222,7 +222,7 @@ def _attention_prefill(
     value, c = softmax_constants(_NAME, scale, q.shape[-1])
     if out is not None:
         check_out(_NAME, out, q.shape, q.dtype)
-        check_apart(_NAME, "out", out, same="q", q=q, k=k, v=v)
+        check_views_apart(_NAME, out, place, q=q, k=k, v=v)
     if place.kind == "reference":
         return reference_attention_prefill(
             q,
