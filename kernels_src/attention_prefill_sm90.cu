@@ -17,6 +17,7 @@
 // Measured  50 % of 790 TFLOP/s (8,192, 16/8 heads); H200, docs/performance.md
 #include "common/fragment_rows.cuh"
 #include "common/softmax.cuh"
+#include "prefill/consumer.cuh"
 #include "prefill/producer.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/named_barrier.cuh"
@@ -83,8 +84,6 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
     const int consumer = warpgroup - 1, warp = threadIdx.x >> 5 & 3;
     const unsigned char *const s_q = shared.queries + consumer * shared.Step + (warp * 16 + (lane & 15)) * 128;
     const u64 k_base = wgmma_descriptor(shared.keys), v_base = wgmma_descriptor_n_major(shared.values, shared.Block);
-    // M and L of both rows: needed once in a chunk, and the loop has no register to spare
-    using Kept = Vec<float, 4>;
     Kept *const kept = shared.kept + consumer * 128 + (threadIdx.x & 127);
     float s[TILE / 2], acc[D / 2], total[D / 2];
     u32 q[D / 16][4], even[TILE / 16][4], odd[TILE / 16][4];
@@ -147,55 +146,18 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
       auto mask = [&](u32 t) {
         if constexpr (Kind == Paged) {
           const u32 boxes = shared.lost[t % Stages];
-          if (boxes != 0) {
-            const int shift = min(page_shift, 6);
-#pragma unroll
-            for (int e = 0; e < TILE / 2; ++e)
-              if (boxes >> (e / 8 * 16 >> shift) & 1) s[e] = CUKERN_NAN;
-          }
+          if (boxes != 0) lose_keys<TILE>(s, boxes, min(page_shift, 6));
         }
-        if (t >= plain) {
-          const int key = key_of(t) + (lane & 3) * 2, len = item->len;
-          const int row = item->limit + consumer * 64 + warp * 16 + (lane >> 2);
-          const int bound[2] = {min(row, len) - key, min(row + 8, len) - key};
-#pragma unroll
-          for (int e = 0; e < TILE / 2; ++e)
-            if (e / 4 * 8 + (e & 1) >= bound[e >> 1 & 1]) s[e] = -CUKERN_INF;
-        }
+        if (t >= plain)
+          mask_keys<TILE>(s, key_of(t) + (lane & 3) * 2, item->limit + consumer * 64 + warp * 16 + (lane >> 2), item->len);
       };
       float m[2], l[2], corr[2], a[2], b[2];
       *kept = Kept{{-CUKERN_INF, -CUKERN_INF, 0.f, 0.f}};
-      auto end_chunk = [&]() {
-        const Kept old = *kept;
-        ChunkMerge merge[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          merge[i].M = old.v[i];
-          merge[i].L = old.v[2 + i];
-          merge[i].step(m[i], l[i], c);
-          a[i] = merge[i].a;
-          b[i] = merge[i].b;
-        }
-        *kept = Kept{{merge[0].M, merge[1].M, merge[0].L, merge[1].L}};
-      };
       auto values_done = [&](u32(&p)[TILE / 16][4], u32 t) {
         wgmma_pin(acc);
 #pragma unroll
         for (int j = 0; j < TILE / 16; ++j) wgmma_pin(p[j]);
         release(shared.v_empty, t);
-      };
-      auto add_chunk = [&]() {
-#pragma unroll
-        for (int e = 0; e < D / 2; ++e) {
-          ChunkMerge merge;
-          merge.a = a[e >> 1 & 1];
-          merge.b = b[e >> 1 & 1];
-          total[e] = merge.add(total[e], acc[e]);
-        }
-      };
-      auto rescale = [&]() {
-#pragma unroll
-        for (int e = 0; e < D / 2; ++e) acc[e] = __fmul_rn(acc[e], corr[e >> 1 & 1]);
       };
 
 #pragma unroll
@@ -213,9 +175,9 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
             wgmma_wait<0>();
             if (n != begin) {
               values_done(odd, n - 1);
-              add_chunk();
+              add_chunk(total, acc, a, b);
             }
-            end_chunk();
+            end_chunk(kept, m, l, c, a, b);
             take_turn();
             multiply_values(even, n, 0);
             pass_turn();
@@ -224,7 +186,7 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
           wgmma_wait<0>();
           if (n != begin) {
             values_done(odd, n - 1);
-            add_chunk();
+            add_chunk(total, acc, a, b);
           }
           take_turn();
           multiply_keys(n + 1);
@@ -236,11 +198,11 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
           mask(n + 1);
           release(shared.k_empty, n + 1);
           softmax_tile<T, false>(s, odd, m, l, corr, c);
-          end_chunk();
+          end_chunk(kept, m, l, c, a, b);
           if (n + 2 == end) {
             wgmma_wait<0>();
             values_done(even, n);
-            rescale();
+            rescale(acc, corr);
             take_turn();
             multiply_values(odd, n + 1, 1);
             pass_turn();
@@ -248,7 +210,7 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
           }
           wgmma_wait<0>();
           values_done(even, n);
-          rescale();
+          rescale(acc, corr);
           take_turn();
           multiply_keys(n + 2);
           multiply_values(odd, n + 1, 1);
@@ -256,7 +218,7 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
         }
         wgmma_wait<0>();
         values_done(odd, end - 1);
-        add_chunk();
+        add_chunk(total, acc, a, b);
       }
       for (u32 t = end; t != begin + steps; ++t) {  // tiles for the other warpgroups
         take_turn();

@@ -18,6 +18,7 @@
 // Measured  74 % of 790 TFLOP/s (8,192, 16/8 heads, bf16); H200, docs/performance.md
 #include "common/fragment_rows.cuh"
 #include "common/softmax.cuh"
+#include "prefill/consumer.cuh"
 #include "prefill/producer.cuh"
 #include "ptx/named_barrier.cuh"
 #include "ptx/wgmma.cuh"
@@ -95,8 +96,6 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
     const int consumer = warpgroup - 1, warp = threadIdx.x >> 5 & 3;
     const u64 q_base = wgmma_descriptor(shared.queries + consumer * shared.Queries);
     const u64 k_base = wgmma_descriptor(shared.keys), v_base = wgmma_descriptor_n_major(shared.values, shared.Block);
-    // M and L of both rows: needed once in a chunk, and the loop has no register to spare
-    using Kept = Vec<float, 4>;
     Kept *const kept = shared.kept + consumer * 128 + (threadIdx.x & 127);
     float s[CHUNK / 2], acc[D / 2], total[D / 2];
     u32 p0[TILE / 16][4], p1[TILE / 16][4];
@@ -153,49 +152,12 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
     auto mask = [&](u32 t) {
       if constexpr (Kind == Paged) {
         const u32 boxes = shared.lost[t % Stages];
-        if (boxes != 0) {
-          const int shift = min(page_shift, 7);
-#pragma unroll
-          for (int e = 0; e < CHUNK / 2; ++e)
-            if (boxes >> (e / 8 * 16 >> shift) & 1) s[e] = CUKERN_NAN;
-        }
+        if (boxes != 0) lose_keys<CHUNK>(s, boxes, min(page_shift, 7));
       }
-      if (t >= plain) {
-        const int key = key_of(t) + (lane & 3) * 2, len = item->len;
-        const int row = item->limit + consumer * 64 + warp * 16 + (lane >> 2);
-        const int bound[2] = {min(row, len) - key, min(row + 8, len) - key};
-#pragma unroll
-        for (int e = 0; e < CHUNK / 2; ++e)
-          if (e / 4 * 8 + (e & 1) >= bound[e >> 1 & 1]) s[e] = -CUKERN_INF;
-      }
+      if (t >= plain)
+        mask_keys<CHUNK>(s, key_of(t) + (lane & 3) * 2, item->limit + consumer * 64 + warp * 16 + (lane >> 2), item->len);
     };
     float m[2], l[2], corr[2], a[2], b[2];
-    auto end_chunk = [&]() {
-      const Kept old = *kept;
-      ChunkMerge merge[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        merge[i].M = old.v[i];
-        merge[i].L = old.v[2 + i];
-        merge[i].step(m[i], l[i], c);
-        a[i] = merge[i].a;
-        b[i] = merge[i].b;
-      }
-      *kept = Kept{{merge[0].M, merge[1].M, merge[0].L, merge[1].L}};
-    };
-    auto add_chunk = [&]() {
-#pragma unroll
-      for (int e = 0; e < D / 2; ++e) {
-        ChunkMerge merge;
-        merge.a = a[e >> 1 & 1];
-        merge.b = b[e >> 1 & 1];
-        total[e] = merge.add(total[e], acc[e]);
-      }
-    };
-    auto rescale = [&]() {
-#pragma unroll
-      for (int e = 0; e < D / 2; ++e) acc[e] = __fmul_rn(acc[e], corr[e >> 1 & 1]);
-    };
 
     // What comes next, and its first products.
     auto begin_item = [&]() {
@@ -231,7 +193,7 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
           if (n != begin) {
             wgmma_pin(acc);
             release(shared.v_empty, n - 1);
-            add_chunk();
+            add_chunk(total, acc, a, b);
           }
           tile_exponentials<T, 0>(s, p0, l, mc[0], c);
           values_ready(n);
@@ -243,12 +205,12 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
           keys_ready(n + 1);
           wgmma_wait<0>();
           wgmma_pin(acc);
-          rescale();
+          rescale(acc, corr);
           take_turn();
           multiply_keys(n + 1);
           multiply_values(p1, n, 1);
           pass_turn();
-          end_chunk();
+          end_chunk(kept, m, l, c, a, b);
           wgmma_wait<1>();
           wgmma_pin(s);
         }
@@ -256,16 +218,16 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
         wgmma_pin(acc);
         take_turn();
         if ((tiles & 1) == 0) {
-          rescale();
+          rescale(acc, corr);
           multiply_values(p1, n, 1);
           wgmma_wait<0>();
           wgmma_pin(acc);
         }
         pass_turn();
-        end_chunk();
+        end_chunk(kept, m, l, c, a, b);
         if (lane == 0) mbarrier_arrive(shared.q_empty + q_slot + consumer);
         release(shared.v_empty, end - 1);
-        add_chunk();
+        add_chunk(total, acc, a, b);
       } else {
         if (lane == 0) mbarrier_arrive(shared.q_empty + q_slot + consumer);
       }
