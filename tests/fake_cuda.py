@@ -138,6 +138,20 @@ class FakeLibrary:
         return 0
 
 
+class TensorMapLibrary(FakeLibrary):
+    """Also encodes tensor maps: as a record of what was asked for."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.encoded: list[tuple[Any, ...]] = []
+
+    def cuTensorMapEncodeTiled(self, out: Any, *args: Any) -> int:
+        kind, rank, address, sizes, strides, box, steps, *modes = args
+        self.encoded.append((kind, rank, address.value, [*sizes], [*strides], [*box], [*steps], modes))
+        out._obj.raw = struct.pack("=Q", len(self.encoded)).ljust(128, b"\xee")
+        return 0
+
+
 class FakeCuda:
     """The fake library installed under cukern.jit, with CuPy arrays that point to host memory."""
 

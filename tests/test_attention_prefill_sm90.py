@@ -1,4 +1,7 @@
-"""Prefill attention on Hopper: equal bits with the portable kernel (GPU); launch, tensor maps, order of work (CPU)."""
+"""Prefill attention on Hopper: equal bits with the portable kernel (GPU); launch, tensor maps, order of work (CPU).
+
+Of both kernels: attention_prefill_sm90.cu (head_dim 64) and attention_prefill_sm90_chunk.cu (head_dim 128).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ import pytest
 
 pytest.importorskip("cupy")
 
-from fake_cuda import FakeCuda, FakeLibrary, uninstall
+from fake_cuda import FakeCuda, TensorMapLibrary, uninstall
 from paging import bits, normal, random_pages, starts
 
 import cukern
@@ -244,23 +247,10 @@ def test_declared_variants_are_for_hopper_alone() -> None:
     assert {item[4] for item in declared} == {("sm_90a",)}
     every = {(v.kernel, v.template(c, d, w)) for v, d in EVERY for c in ("half", "bf16") for w in Layout}
     assert {item[1:3] for item in declared} == every
+    assert {item[0] for item in declared} == {"attention_prefill_sm90.cu", "attention_prefill_sm90_chunk.cu"}
 
 
 # ---------------------------------------------------------------------------------------------------- launch
-
-
-class TensorMapLibrary(FakeLibrary):
-    """Also encodes tensor maps: as a record of what was asked for."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.encoded: list[tuple[Any, ...]] = []
-
-    def cuTensorMapEncodeTiled(self, out: Any, *args: Any) -> int:
-        kind, rank, address, sizes, strides, box, steps, *modes = args
-        self.encoded.append((kind, rank, address.value, [*sizes], [*strides], [*box], [*steps], modes))
-        out._obj.raw = struct.pack("=Q", len(self.encoded)).ljust(128, b"\xee")
-        return 0
 
 
 @pytest.fixture

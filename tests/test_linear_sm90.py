@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("cupy")
 
-from fake_cuda import FakeCuda, FakeLibrary, uninstall
+from fake_cuda import FakeCuda, TensorMapLibrary, uninstall
 
 import cukern
 from cukern import jit
@@ -223,20 +223,6 @@ def test_accepts() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- launch
-
-
-class TensorMapLibrary(FakeLibrary):
-    """Also encodes tensor maps: as a record of what was asked for."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.encoded: list[tuple[Any, ...]] = []
-
-    def cuTensorMapEncodeTiled(self, out: Any, *args: Any) -> int:
-        kind, rank, address, sizes, strides, box, steps, *modes = args
-        self.encoded.append((kind, rank, address.value, [*sizes], [*strides], [*box], [*steps], modes))
-        out._obj.raw = struct.pack("=Q", len(self.encoded)).ljust(128, b"\xee")
-        return 0
 
 
 @pytest.fixture
