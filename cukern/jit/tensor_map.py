@@ -60,8 +60,6 @@ def matrix_map(address: int, rows: int, columns: int, box_rows: int, box_columns
     DriverError
         If the driver refuses.
     """
-    if address % 16:
-        raise ValueError(f"tensor map: address {address:#x} is no multiple of 16")
     if columns % 8 or columns < 1 or rows < 1:
         raise ValueError(f"tensor map: a matrix [{rows}, {columns}] does not have rows of a multiple of 8 elements")
     if not (1 <= box_rows <= _MAX_BOX and 1 <= box_columns <= 64 and box_columns % 8 == 0):
@@ -110,8 +108,6 @@ def heads_map(
     DriverError
         If the driver refuses.
     """
-    if address % 16:
-        raise ValueError(f"tensor map: address {address:#x} is no multiple of 16")
     if min(sequences, tokens, heads, head_dim) < 1 or head_dim % 64:
         raise ValueError(f"tensor map: sizes {(sequences, tokens, heads, head_dim)}, expected no 0, columns by 64")
     if any(s % 8 or not 0 < 2 * s < _MAX_STRIDE for s in strides):
@@ -155,8 +151,6 @@ def result_map(address: int, rows: int, columns: int, item: int, box_rows: int, 
     DriverError
         If the driver refuses.
     """
-    if address % 16:
-        raise ValueError(f"tensor map: address {address:#x} is no multiple of 16")
     if item not in (2, 4) or columns < 1 or rows < 1 or columns * item % 16:
         raise ValueError(f"tensor map: a matrix [{rows}, {columns}] of {item} bytes each, rows not of 16-byte pieces")
     if not 1 <= box_rows <= _MAX_BOX or box_columns * item not in _SWIZZLES:
@@ -188,6 +182,8 @@ def _encode(
     swizzle: int = _SWIZZLE_128,
 ) -> TensorMap:
     """Sizes and boxes in elements, strides in bytes from the second dimension on."""
+    if address % 16:
+        raise ValueError(f"tensor map: address {address:#x} is no multiple of 16")
     rank = len(sizes)
     raw = ctypes.create_string_buffer(TENSOR_MAP_BYTES + 64)
     map_ = (ctypes.c_char * TENSOR_MAP_BYTES).from_buffer(raw, -ctypes.addressof(raw) % 64)
