@@ -68,7 +68,7 @@ def on_hopper() -> Any:
 
 
 def run(variant: Variant | None, x: Any, w: Any, out: Any, bias: Any = None, residual: Any = None) -> None:
-    assert hopper.launch(x, w, bias, residual, out, x.shape[0], w.shape[0], x.shape[1], variant)
+    assert hopper.launched(x, w, bias, residual, out, x.shape[0], w.shape[0], x.shape[1], variant) is not None
 
 
 @pytest.mark.gpu
@@ -246,7 +246,7 @@ def test_launch_passes_maps_and_sizes(cuda: FakeCuda, monkeypatch: pytest.Monkey
     x, w, out = (cuda.array(s, np.float16) for s in ((m, k), (n, k), (m, n)))
     variant = HopperVariant(2, 1, 1, 128, 6, 2, 1, lag=2)
     monkeypatch.setattr(hopper, "_LARGE_TILE", 1)
-    assert hopper.launch(x, w, None, None, out, m, n, k, variant)
+    assert hopper.launched(x, w, None, None, out, m, n, k, variant) is not None
     (launched,), (values,) = library.launches, library.snapshots
     assert launched.grid == (4, 1, 1)  # the fake GPU has four multiprocessors
     assert launched.block == (384, 1, 1)
@@ -263,12 +263,12 @@ def test_launch_passes_maps_and_sizes(cuda: FakeCuda, monkeypatch: pytest.Monkey
         (1, 2, w.data.ptr, [k, n], [2 * k], [64, 64], [1, 1], modes),
         (1, 2, out.data.ptr, [n, m], [2 * n], [64, 64], [1, 1], modes),  # results, by warpgroup
     ]
-    assert hopper.launch(x, w, None, None, out, m, n, k, variant)
+    assert hopper.launched(x, w, None, None, out, m, n, k, variant) is not None
     assert len(library.encoded) == 3  # remembered
     assert len(library.launches) == 2
     # a residual: float32, rows of 128 bytes
     stream = cuda.array((m, n), np.float32)
-    assert hopper.launch(x, w, None, stream, stream, m, n, k, variant)
+    assert hopper.launched(x, w, None, stream, stream, m, n, k, variant) is not None
     assert library.encoded[3:] == [(7, 2, stream.data.ptr, [n, m], [4 * n], [32, 64], [1, 1], modes)]
 
 
@@ -278,7 +278,7 @@ def test_launch_leaves_the_rest_to_others(cuda: FakeCuda, monkeypatch: pytest.Mo
 
     def refused(m: int, n: int, k: int) -> bool:
         x, w, out = (cuda.array(s, np.float16) for s in ((m, k), (n, k), (m, n)))
-        return not hopper.launch(x, w, None, None, out, m, n, k)
+        return hopper.launched(x, w, None, None, out, m, n, k) is None
 
     assert hopper.least_m(1024, 2048) == 2
     assert refused(1, 1024, 2048)

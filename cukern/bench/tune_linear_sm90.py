@@ -102,7 +102,7 @@ def _difference(got: np.ndarray, want: np.ndarray) -> str:
 
 def _run(variant: Variant, x: Any, w: Any, out: Any, bias: Any = None, residual: Any = None) -> None:
     m, k = x.shape
-    if not hopper.launch(x, w, bias, residual, out, m, w.shape[0], k, variant, static_weight=True):
+    if hopper.launched(x, w, bias, residual, out, m, w.shape[0], k, variant, static_weight=True) is None:
         raise RuntimeError(f"the kernel does not take x {x.shape}, weight {w.shape} on this GPU")
 
 

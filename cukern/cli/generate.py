@@ -40,6 +40,10 @@ Device = Annotated[
         show_default=False,
     ),
 ]
+Model = Annotated[str, typer.Argument(help="Checkpoint folder, hub name, or 'demo' for the model in the package.")]
+MaxModelLen = Annotated[
+    int | None, typer.Option(help="Longest prompt plus completion, in tokens.", min=1, show_default=False)
+]
 Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float16 or bfloat16.", callback=_check_dtype)]
 
 
@@ -48,7 +52,7 @@ Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float16 or bf
     epilog="Example: cukern generate Qwen/Qwen3-0.6B 'Why is the sky blue?' --chat -t 0.7 --top-p 0.8 --top-k 20",
 )
 def generate(
-    model: Annotated[str, typer.Argument(help="Checkpoint folder, hub name, or 'demo' for the model in the package.")],
+    model: Model,
     prompt: Annotated[
         str | None, typer.Argument(help="The prompt; '-' or nothing reads standard input.", show_default=False)
     ] = None,
@@ -101,9 +105,7 @@ def generate(
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print text as it comes.")] = True,
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Longest prompt plus completion, in tokens.", min=1, show_default=False)
-    ] = None,
+    max_model_len: MaxModelLen = None,
     cuda_graphs: Annotated[
         bool, typer.Option("--cuda-graphs/--no-cuda-graphs", help="Decode by CUDA graphs on a GPU.")
     ] = True,

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from cukern.cli import app
-from cukern.cli.generate import Device, Dtype, _json_numbers, _load, _where
+from cukern.cli.generate import Device, Dtype, MaxModelLen, Model, _json_numbers, _load, _where
 
 _LINES = 256  # of the input that are scored together
 
@@ -22,7 +22,7 @@ _LINES = 256  # of the input that are scored together
     epilog="Example: cukern score demo 'The whale' ' swims' ' flies'",
 )
 def score(
-    model: Annotated[str, typer.Argument(help="Checkpoint folder, hub name, or 'demo' for the model in the package.")],
+    model: Model,
     prompt: Annotated[
         str | None, typer.Argument(help="The prompt; without one JSON lines are read.", show_default=False)
     ] = None,
@@ -36,17 +36,16 @@ def score(
         ),
     ] = None,
     temperature: Annotated[float, typer.Option("--temperature", "-t", help="Divide the logits by it.")] = 1.0,
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Longest prompt plus completion, in tokens.", min=1, show_default=False)
-    ] = None,
+    max_model_len: MaxModelLen = None,
     device: Device = None,
     dtype: Dtype = "auto",
 ) -> None:
     """Log-probabilities of given completions, as JSON lines.
 
     Input lines, from --file or standard input, hold a "prompt" and its "completion" or a list of "completions", each a
-    text or a list of token ids. One line comes out for each completion, in their order: token_ids, logprobs, is_greedy
-    (greedy decoding would have chosen the token) and total (the sum of the log-probabilities).
+    text or a list of token ids. One line comes out for each completion, in their order: prompt_index, completion,
+    token_ids, logprobs, is_greedy (greedy decoding would have chosen the token) and total (the sum of the
+    log-probabilities).
     """
     if prompt is not None and file is not None:
         raise typer.BadParameter("give a prompt or --file, not both")

@@ -21,7 +21,7 @@ __all__ = [
     "accepts",
     "candidates",
     "kernel_variants",
-    "launch",
+    "launched",
     "least_m",
     "select",
 ]
@@ -451,40 +451,6 @@ def _plan(
     )
 
 
-def launch(
-    x: Array,
-    weight: Array,
-    bias: Array | None,
-    residual: Array | None,
-    target: Array,
-    m: int,
-    n: int,
-    k: int,
-    variant: Variant | None = None,
-    static_weight: bool = False,
-) -> bool:
-    """Run a product whose arguments :func:`cukern.ops.linear` has checked; False where another kernel must.
-
-    Parameters
-    ----------
-    x, weight, bias, residual, target : array
-        CuPy arrays, contiguous: [m, k], [n, k] of one half type, [n] float32 or None, `target` itself (float32) or
-        None, [m, n].
-    m, n, k : int
-        Sizes, none of them 0.
-    variant : HopperVariant or SplitVariant, optional
-        For tests and tuning; it also lifts the lower limit of `m`.
-    static_weight : bool
-        That nothing writes the weight just ahead of this in the stream.
-
-    Raises
-    ------
-    ValueError
-        If the variant given cannot run this weight.
-    """
-    return launched(x, weight, bias, residual, target, m, n, k, variant, static_weight) is not None
-
-
 class Launched(NamedTuple):
     """A launch as it was made."""
 
@@ -509,7 +475,30 @@ def launched(
     variant: Variant | None = None,
     static_weight: bool = False,
 ) -> Launched | None:
-    """:func:`launch`, and what it launched; None where another kernel must."""
+    """Run a product whose arguments :func:`cukern.ops.linear` has checked.
+
+    Parameters
+    ----------
+    x, weight, bias, residual, target : array
+        CuPy arrays, contiguous: [m, k], [n, k] of one half type, [n] float32 or None, `target` itself (float32) or
+        None, [m, n].
+    m, n, k : int
+        Sizes, none of them 0.
+    variant : HopperVariant or SplitVariant, optional
+        For tests and tuning; it also lifts the lower limit of `m`.
+    static_weight : bool
+        That nothing writes the weight just ahead of this in the stream.
+
+    Returns
+    -------
+    Launched or None
+        What was launched; None where another kernel must.
+
+    Raises
+    ------
+    ValueError
+        If the variant given cannot run this weight.
+    """
     if variant is None and m < least_m(n, k):
         return None
     from cukern import jit
