@@ -122,8 +122,10 @@ class Cache:
         self._guard = threading.Lock()
         self._locks: dict[tuple[str, str], threading.Lock] = {}
 
-    def get_or_compile(self, arch: str, key: str, compile: Callable[[], Compiled]) -> Compiled:
-        """The entry for `key`, compiled and stored if it is not there.
+    def get_or_compile(
+        self, arch: str, key: str, compile: Callable[[], Compiled], what: str = "a kernel"
+    ) -> Compiled:
+        """The entry for `key`, compiled and stored if it is not there; `what` it is, for the error.
 
         Raises
         ------
@@ -135,7 +137,7 @@ class Cache:
             return found
         if os.environ.get("CUKERN_ASSERT_NO_COMPILE", "") not in ("", "0"):
             raise CacheMissError(
-                f"a kernel for {arch} is not in the cache {self.folder} and CUKERN_ASSERT_NO_COMPILE is set: "
+                f"{what} is not in the cache {self.folder} for {arch} and CUKERN_ASSERT_NO_COMPILE is set: "
                 "run 'cukern compile' first, or unset it"
             )
         with self._guard:

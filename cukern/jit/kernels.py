@@ -142,6 +142,7 @@ class Kernel:
                 target.name,
                 self._key(target, form),
                 lambda: compiler.compile_source(self.source, [self.name], target, ptx=form == "ptx"),
+                f"kernel {self.name!r} of {self.source.filename}",
             )
             if keep:
                 self._compiled[f"{target.name} {form}"] = known
