@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import math
 import subprocess
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,10 +25,11 @@ from cukern.bench.linear import LinearCase
 from cukern.bench.machine import facts, require_gpu
 from cukern.bench.model import ModelBench, forward_flops
 from cukern.bench.operators import _linear, operator_cases, product_cases
+from cukern.bench.portable import portable
 from cukern.bench.report import Floors, Report, Row
 from cukern.bench.run import Options, measure, run, select
 from cukern.bench.startup import startup
-from cukern.bench.timing import GpuTimer
+from cukern.bench.timing import GpuTimer, in_graph
 from cukern.bench.torch_peer import TorchDecoder
 from cukern.models import demo_checkpoint
 
@@ -81,8 +83,14 @@ def test_cases_of_the_benchmark():
         "sample", "linear", "attention_prefill", "attention_decode",
     }  # fmt: skip
     labels = [c.label for c in cases if c.operator == "attention_prefill"]
-    assert labels == ["B8 S2048 16/8x128", "B1 S8192 16/8x128", "B2 S8192 16/8x128"]
-    assert len(product_cases()) == 2 * (4 * 5 + 3)
+    assert labels[:4] == [
+        "B8 S2048 16/8x128",
+        "B1 S8192 16/8x128",
+        "B1 S16384 16/8x128",
+        "B8 S2048 16/8x128 not causal",
+    ]
+    assert labels[5:] == ["B8 S2048 16/8x64", "B1 S8192 16/8x64"]
+    assert len(product_cases()) == 2 * (4 * 6 + 3 + 2 * 6)  # layers, the head, two layers with the residual
     assert {c.operator for c in select(["rope", "linear"])} == {"rope", "linear"}
     with pytest.raises(ValueError, match="no operator 'nope'; there are argmax"):
         select(["nope"])
@@ -447,8 +455,54 @@ def test_exactness_rows(monkeypatch):
     assert (row.part, row.microseconds, row.peer_microseconds, row.status) == ("exact linear", 11.0, 10.0, "ok")
     assert row.note == "exactness costs +10.0 %"
     labels = [c.label for c in exactness_cases()]
-    assert len(labels) == 4 * 5 + 3
+    assert len(labels) == (4 + 2) * 5 + 3
     assert not any("lm_head" in label for label in labels)
+
+
+def test_portable_rows():
+    """The peers that count are named; the mean of a group's ratios is printed."""
+    case = Case("linear", "qkv", partial(_linear, case=LinearCase("x", "qkv", 5, 48, 96, 2)), "linear x M5")
+    prepared = case.prepare(Arrays(np, np.float16, rotate=False))
+    prepared.peers = lambda torch: {"flash": [lambda: None], "cuDNN": [lambda: None]}
+    times = iter([10.0, 40.0])
+    cases = [replace(case, prepare=lambda arrays: prepared)]
+    (row,) = portable(cases, Arrays(np, np.float16, rotate=False), lambda calls: next(times), torch=True)
+    assert (row.part, row.peer, row.ratio, row.status) == ("portable linear", "flash", 4.0, "ok")
+    report = Report(FLOORS, {}, lambda line: None)
+    report.rows = [row, replace(row, microseconds=40.0), Row("x", "y", "z", 1.0)]
+    assert report.means() == ["geometric mean of 2: portable linear x M5: 2.000 x peer"]
+
+
+def test_calls_in_a_graph():
+    """Captured once on a stream of their own, behind a round outside of it; the replay's time is shared among them."""
+    done = []
+
+    class Stream:
+        ptr = 5
+
+        def __init__(self, non_blocking):
+            assert non_blocking
+
+        def __enter__(self):
+            done.append("stream")
+
+        def __exit__(self, *error):
+            done.append("stream ends")
+
+        def synchronize(self):
+            pass
+
+        def begin_capture(self):
+            done.append("begin")
+
+        def end_capture(self):
+            return SimpleNamespace(launch=lambda: done.append("graph"))
+
+    cuda = SimpleNamespace(Stream=Stream, runtime=SimpleNamespace(deviceSynchronize=lambda: None))
+    timed = in_graph(lambda calls: calls[0]() or 30.0, SimpleNamespace(cuda=cuda))
+    assert timed([lambda: done.append("a"), lambda: done.append("b"), lambda: done.append("c")]) == 10.0
+    assert done == [*("stream", "a", "b", "c", "a"), *("begin", "a", "b", "c"), *("stream ends", "graph")]
+    assert in_graph(len, np) is len
 
 
 def test_exactness_of_the_model():
@@ -486,6 +540,7 @@ def test_all_parts_in_order(monkeypatch, tmp_path):
     row = Row("x", "y", "z", 1.0, error=0.0, limit=0.0)
     monkeypatch.setattr(run_module, "measure", lambda case, *rest: done.append(case.operator) or row)
     monkeypatch.setattr(run_module, "startup", lambda *a: done.append("startup") or [row])
+    monkeypatch.setattr(run_module, "portable", lambda *a: done.append("portable") or [row])
     monkeypatch.setattr(run_module, "exactness", lambda *a: done.append("exactness") or [row])
     monkeypatch.setattr(run_module, "model_exactness", lambda *a: done.append("whole model") or [row])
     monkeypatch.setattr("cukern.testing.checkpoints.make_checkpoint", lambda path, *a: path)
@@ -516,6 +571,6 @@ def test_all_parts_in_order(monkeypatch, tmp_path):
     lines = []
     path = tmp_path / "x.csv"
     assert run(Options(operators=("rope",), csv=path, echo=lines.append, peers=False)) == 1
-    assert done == ["rope", "exactness", "startup", "model", "prefill", "decode", "whole model"]
-    assert lines[-1] == "7 cases, 1 FAIL, 0 unchecked"
-    assert len(path.read_text().splitlines()) == 8
+    assert done == ["rope", "portable", "exactness", "startup", "model", "prefill", "decode", "whole model"]
+    assert lines[-1] == "8 cases, 1 FAIL, 0 unchecked"
+    assert len(path.read_text().splitlines()) == 9

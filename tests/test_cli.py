@@ -492,7 +492,7 @@ def test_bench_options_and_exit_code(cli, monkeypatch, tmp_path):
     assert (list(second.parts), list(second.batches), list(second.contexts)) == (["decode", "prefill"], [2, 4], [9])
     assert (list(second.lengths), list(second.samplings)) == ([7], ["greedy"])
     assert (list(third.parts), list(third.batches), third.model) == (
-        ["ops", "model", "prefill", "decode", "startup", "exactness"],
+        ["ops", "portable", "model", "prefill", "decode", "startup", "exactness"],
         [],
         "0.6B",
     )

@@ -11,11 +11,11 @@ from cukern import ops, reference
 from cukern.bench.cases import Arrays, Call, Case, Peers, Prepared, spread
 from cukern.testing import TOLERANCES, max_error
 
-__all__ = ["attention_cases"]
+__all__ = ["attention_cases", "prefill_cases"]
 
 BLOCK = 64
 
-PREFILL = ((8, 2048), (1, 8192), (2, 8192))
+PREFILL = ((8, 2048), (1, 8192), (1, 16384))
 DECODE = ((1, 4096), (1, 32768), (64, 1024), (64, 4096), (256, 160))
 
 
@@ -26,17 +26,13 @@ def attention_cases(
     kv_heads: int = 8,
     dim: int = 128,
 ) -> list[Case]:
-    """Causal prefill at (batch, length) and paged decode at (batch, context), both with grouped queries."""
+    """Prefill at (batch, length), causal and not, also of half the head dimension, and paged decode at (batch,
+    context), all with grouped queries."""
     shape = f"{heads}/{kv_heads}x{dim}"
     return [
-        *(
-            Case(
-                "attention_prefill",
-                f"B{b} S{s} {shape}",
-                partial(_prefill, batch=b, length=s, heads=heads, kv_heads=kv_heads, dim=dim),
-            )
-            for b, s in prefill
-        ),
+        *prefill_cases(prefill, heads, kv_heads, dim),
+        *prefill_cases(prefill[:2], heads, kv_heads, dim, causal=False),
+        *prefill_cases(prefill[:2], heads, kv_heads, dim // 2),
         *(
             Case(
                 "attention_decode",
@@ -48,7 +44,27 @@ def attention_cases(
     ]
 
 
-def _prefill(a: Arrays, batch: int, length: int, heads: int, kv_heads: int, dim: int) -> Prepared:
+def prefill_cases(
+    shapes: tuple[tuple[int, int], ...] = PREFILL,
+    heads: int = 16,
+    kv_heads: int = 8,
+    dim: int = 128,
+    *,
+    causal: bool = True,
+) -> list[Case]:
+    """Attention over whole prompts at (batch, length)."""
+    ending = "" if causal else " not causal"
+    return [
+        Case(
+            "attention_prefill",
+            f"B{b} S{s} {heads}/{kv_heads}x{dim}{ending}",
+            partial(_prefill, batch=b, length=s, heads=heads, kv_heads=kv_heads, dim=dim, causal=causal),
+        )
+        for b, s in shapes
+    ]
+
+
+def _prefill(a: Arrays, batch: int, length: int, heads: int, kv_heads: int, dim: int, causal: bool = True) -> Prepared:
     nbytes = batch * length * (2 * heads + 2 * kv_heads) * dim * a.dtype.itemsize
     count = min(a.copies(nbytes), 4)
     qs = [a.normal(batch, length, heads, dim) for _ in range(count)]
@@ -57,27 +73,28 @@ def _prefill(a: Arrays, batch: int, length: int, heads: int, kv_heads: int, dim:
     out = a.empty(batch, length, heads, dim)
 
     def run(q: Any, k: Any, v: Any) -> Any:
-        return ops.attention_prefill(q, k, v, causal=True, out=out)
+        return ops.attention_prefill(q, k, v, causal=causal, out=out)
 
     def check() -> float:
         got: Any = run(qs[0], ks[0], vs[0])
-        errors = []  # a row alone is the last row of a shorter problem
+        errors = []  # a row alone is the last row of a shorter problem, if causal
         for b, head in {(0, 0), (batch - 1, heads - 1)}:
             q = a.double(qs[0][b, :, head])
             k, v = (a.double(x[0][b, :, head * kv_heads // heads]) for x in (ks, vs))
             for row in spread(length, 12):
+                seen = row + 1 if causal else length
                 expected: Any = reference.attention_prefill(
-                    q[None, row : row + 1, None], k[None, : row + 1, None], v[None, : row + 1, None], causal=True
+                    q[None, row : row + 1, None], k[None, :seen, None], v[None, :seen, None], causal=True
                 )
                 errors.append(max_error(a.host(got[b, row, head]), expected[0, 0, 0]))
         return max(errors)
 
     def peers(torch: Any) -> Peers:
         sets = [tuple(a.tensor(torch, t).transpose(1, 2) for t in s) for s in zip(qs, ks, vs)]
-        return _sdpa(torch, sets, causal=True)
+        return _sdpa(torch, sets, causal=causal)
 
     calls: list[Call] = [partial(run, *inputs) for inputs in zip(qs, ks, vs)]
-    flops = 2 * batch * heads * length * (length + 1) * dim
+    flops = 2 * batch * heads * length * dim * (length + 1 if causal else 2 * length)
     return Prepared(calls, check, TOLERANCES["attention"], nbytes, flops, peers)
 
 

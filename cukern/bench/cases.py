@@ -35,6 +35,8 @@ class Prepared:
         Work that cannot be avoided.
     peers : callable
         torch -> name of each other implementation and its calls.
+    in_graph : bool
+        Time the calls in a CUDA graph, ours and the peers': the launches count for short work.
     """
 
     calls: list[Call]
@@ -43,15 +45,17 @@ class Prepared:
     nbytes: float
     flops: float = 0.0
     peers: Callable[[Any], Peers] = field(default=lambda torch: {})
+    in_graph: bool = False
 
 
 @dataclass(frozen=True)
 class Case:
-    """A named piece of work; ``prepare`` makes its inputs."""
+    """A named piece of work; ``prepare`` makes its inputs. Of a ``group`` the mean ratio to the peer is printed."""
 
     operator: str
     label: str
     prepare: Callable[[Arrays], Prepared]
+    group: str = ""
 
 
 class Arrays:

@@ -13,12 +13,14 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from cukern.bench.attention import PREFILL, attention_cases
+from cukern.bench.attention import PREFILL, prefill_cases
 from cukern.bench.cases import Arrays, Case
 from cukern.bench.operators import product_cases
+from cukern.bench.portable import changed, portable_attention
 from cukern.bench.report import Row
+from cukern.bench.timing import in_graph
 
-__all__ = ["exactness", "exactness_cases", "free_order", "model_exactness", "portable_attention"]
+__all__ = ["exactness", "exactness_cases", "free_order", "model_exactness"]
 
 _ENDLESS = 1 << 24  # keys
 
@@ -35,45 +37,13 @@ def free_order() -> Iterator[None]:
     prefill = import_module("cukern.ops.attention_prefill")
     with (
         portable_attention(),
-        _changed(
+        changed(
             (_linear_sm90, "template_segment", lambda n, k: 0),
             (_linear_variants, "template_segment", lambda n, k: 0),
             (prefill, "select", _endless(prefill.select)),
         ),
     ):
         yield
-
-
-@contextmanager
-def portable_attention() -> Iterator[None]:
-    """Let attention over prompts run as the kernel for every architecture, the one that has a free variant."""
-    from cukern.ops import _attention_sm90
-
-    with _changed((_attention_sm90, "launched", lambda *_, **__: None)):
-        yield
-
-
-@contextmanager
-def _changed(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """Attributes of operators' modules with other values, and nothing remembered that was chosen by them."""
-    from cukern import jit
-    from cukern.ops import _linear_sm90, _linear_variants
-
-    linear = import_module("cukern.ops.linear")
-    before = [(module, name, getattr(module, name)) for module, name, _ in changes]
-
-    def put(values: Sequence[tuple[Any, str, Any]]) -> None:
-        for module, name, value in values:
-            setattr(module, name, value)
-        for chosen in (linear._plan, _linear_sm90._plan, _linear_sm90.select, _linear_variants.select):
-            chosen.cache_clear()
-        jit.reload()
-
-    put(changes)
-    try:
-        yield
-    finally:
-        put(before)
 
 
 def _endless(select: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,7 +55,7 @@ def exactness_cases(
 ) -> list[Case]:
     """Products of the 0.6B layers whose order has rules (a large weight is one chain anyway), and attention."""
     products = [case for case in product_cases(("0.6b",), rows) if "lm_head" not in case.label]
-    return [*products, *attention_cases(prefill, ())]
+    return [*products, *prefill_cases(prefill)]
 
 
 def exactness(
@@ -97,10 +67,11 @@ def exactness(
     """
     for case in cases:
         prepared = case.prepare(arrays)
+        timed = in_graph(microseconds, arrays.xp) if prepared.in_graph else microseconds
         with portable_attention():
-            error, exact = prepared.check(), microseconds(prepared.calls)
+            error, exact = prepared.check(), timed(prepared.calls)
         with free_order():
-            free_error, free = prepared.check(), microseconds(prepared.calls)
+            free_error, free = prepared.check(), timed(prepared.calls)
         yield Row(
             f"exact {case.operator}",
             case.label,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -58,13 +59,19 @@ def operator_cases(*, tokens: int = 8192, hidden: int = 4096, vocab: int = 15193
 
 
 def product_cases(
-    models: tuple[str, ...] = ("0.6b", "8b"), rows: tuple[int, ...] = (1, 16, 128, 2048, 8192)
+    models: tuple[str, ...] = ("0.6b", "8b"), rows: tuple[int, ...] = (1, 16, 128, 256, 2048, 8192)
 ) -> list[Case]:
-    """Cases of `linear`: every layer of the models at each number of rows."""
-    return [
-        Case("linear", f"{c.model} {c.layer} M{c.m} N{c.n} K{c.k}", partial(_linear, case=c))
-        for c in linear_cases(models, rows)
-    ]
+    """Cases of `linear`: every layer of the models at each number of rows; those that add to the residual stream also
+    without it."""
+    found = []
+    for c in linear_cases(models, rows):
+        label = f"{c.model} {c.layer} M{c.m} N{c.n} K{c.k}"
+        plain = replace(c, out_bytes=2) if c.out_bytes == 8 else c
+        found.append(Case("linear", label, partial(_linear, case=plain), f"linear {c.model} M{c.m}"))
+        if c.out_bytes == 8:
+            group = f"linear {c.model} M{c.m} +residual"
+            found.append(Case("linear", f"{label} +residual", partial(_linear, case=c), group))
+    return found
 
 
 def _bind(function: Callable[..., Any], *sets: list[Any], **fixed: Any) -> list[Call]:
@@ -319,6 +326,10 @@ def _linear(a: Arrays, case: LinearCase) -> Prepared:
 
     def peers(torch: Any) -> Peers:
         tensor, linear = a.tensor(torch, x), torch.nn.functional.linear
-        return {"cuBLAS (torch)": _bind(lambda w: linear(tensor, w), [a.tensor(torch, w) for w in weights])}
+        tensors = [a.tensor(torch, w) for w in weights]
+        if not in_place:
+            return {"cuBLAS (torch)": _bind(lambda w: linear(tensor, w), tensors)}
+        residual = a.tensor(torch, a.normal(m, n, dtype=np.float32))
+        return {"cuBLAS, add (torch)": _bind(lambda w: residual.add_(linear(tensor, w)), tensors)}
 
-    return Prepared(_bind(run, weights), check, TOLERANCES["linear"], case.bytes, case.flops, peers)
+    return Prepared(_bind(run, weights), check, TOLERANCES["linear"], case.bytes, case.flops, peers, in_graph=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,8 @@ class Row:
     peer, peer_microseconds
         The best other implementation timed in the same process.
     note : str
+    group : str
+        Rows of a group have a mean ratio to the peer (`Report.means`).
     """
 
     part: str
@@ -52,6 +55,7 @@ class Row:
     peer: str = ""
     peer_microseconds: float | None = None
     note: str = ""
+    group: str = ""
 
     @property
     def status(self) -> str:
@@ -175,6 +179,17 @@ class Report:
             row.note,
         )
         return dict(zip(_FIELDS, values))
+
+    def means(self) -> list[str]:
+        """A line for each group: the geometric mean of its ratios to the peer."""
+        groups: dict[str, list[float]] = {}
+        for row in self.rows:
+            if row.group and row.ratio is not None:
+                groups.setdefault(row.group, []).append(row.ratio)
+        return [
+            f"geometric mean of {len(ratios)}: {group}: {statistics.geometric_mean(ratios):.3f} x peer"
+            for group, ratios in groups.items()
+        ]
 
     def summary(self) -> str:
         """One line at the end."""

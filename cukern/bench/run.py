@@ -16,13 +16,14 @@ from cukern.bench.exactness import exactness, exactness_cases, model_exactness
 from cukern.bench.machine import facts, measure_floors, peer_module, require_gpu
 from cukern.bench.model import ModelBench
 from cukern.bench.operators import operator_cases, product_cases
+from cukern.bench.portable import portable, portable_cases
 from cukern.bench.report import Report, Row, describe
 from cukern.bench.startup import startup
-from cukern.bench.timing import GpuTimer
+from cukern.bench.timing import GpuTimer, in_graph
 
 __all__ = ["PARTS", "Options", "measure", "run", "select"]
 
-PARTS = ("ops", "model", "prefill", "decode", "startup", "exactness")
+PARTS = ("ops", "portable", "model", "prefill", "decode", "startup", "exactness")
 
 
 @dataclass
@@ -112,17 +113,23 @@ def run(options: Options) -> int:
         for case in chosen:
             report.add(measure(case, arrays, timer.microseconds, torch))
             cupy.get_default_memory_pool().free_all_blocks()
+        if "portable" in options.parts:
+            for row in portable(portable_cases(), arrays, timer.microseconds, torch):
+                report.add(row)
+                cupy.get_default_memory_pool().free_all_blocks()
         if "exactness" in options.parts:
             for row in exactness(exactness_cases(), arrays, timer.microseconds):
                 report.add(row)
                 cupy.get_default_memory_pool().free_all_blocks()
-        if set(options.parts) - {"ops"}:
+        if set(options.parts) - {"ops", "portable"}:
             folder = _checkpoint(
                 options, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cukern-bench-")))
             )
             for rows in _model_parts(options, folder, torch, transformers, machine.get("gpu", "")):
                 for row in rows:
                     report.add(row)
+        for line in report.means():
+            options.echo(line)
         options.echo(report.summary())
         return report.failed
 
@@ -133,6 +140,8 @@ def measure(
     """Check a case, then time it and its peers; a failed check is timed all the same and shows as FAIL."""
     prepared: Prepared = case.prepare(arrays)
     error = prepared.check()
+    if prepared.in_graph:
+        microseconds = in_graph(microseconds, arrays.xp, torch)
     row = Row(
         case.operator,
         case.label,
@@ -142,6 +151,7 @@ def measure(
         flops=prepared.flops,
         error=error,
         limit=prepared.limit,
+        group=case.group,
     )
     times, notes = _time_peers(prepared, microseconds, torch)
     if times:

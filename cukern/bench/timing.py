@@ -5,9 +5,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
-__all__ = ["GpuTimer", "median_wall"]
+__all__ = ["GpuTimer", "in_graph", "median_wall"]
 
 _SPIN = """
 extern "C" __global__ void spin(long long cycles) {
@@ -89,6 +90,39 @@ class GpuTimer:
         stop.record()
         stop.synchronize()
         return host / count, cuda.get_elapsed_time(start, stop) * 1e3 / count
+
+
+def in_graph(microseconds: Callable[[Sequence[Callable[[], Any]]], float], cupy: Any, torch: Any = None) -> Any:
+    """A function like `microseconds` that captures the calls into one CUDA graph and times its replays.
+
+    Parameters
+    ----------
+    microseconds : callable
+        Median microseconds of one of the calls that it is given.
+    cupy : module
+    torch : module or None
+        Its calls are captured as well as CuPy's.
+    """
+    if not hasattr(cupy, "cuda"):  # NumPy, on the reference
+        return microseconds
+
+    def timed(calls: Sequence[Callable[[], Any]]) -> float:
+        stream = cupy.cuda.Stream(non_blocking=True)
+        cupy.cuda.runtime.deviceSynchronize()
+        with ExitStack() as stack:
+            stack.enter_context(stream)
+            if torch is not None:
+                stack.enter_context(torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)))
+            for call in (*calls, *calls)[: max(4, len(calls))]:  # memory and kernels are there before the capture
+                call()
+            stream.synchronize()
+            stream.begin_capture()
+            for call in calls:
+                call()
+            graph = stream.end_capture()
+        return microseconds([graph.launch]) / len(calls)
+
+    return timed
 
 
 def median_wall(work: Callable[[], Any], synchronize: Callable[[], Any], samples: int = 7) -> float:

@@ -9,7 +9,7 @@ import typer
 
 from cukern.cli import app
 
-PARTS = ("ops", "model", "prefill", "decode", "startup", "exactness")
+PARTS = ("ops", "portable", "model", "prefill", "decode", "startup", "exactness")
 
 
 def _check_parts(parts: list[str] | None) -> list[str] | None:
@@ -40,7 +40,7 @@ def bench(
     parts: Annotated[
         list[str] | None,
         typer.Argument(
-            help="ops, model, prefill, decode, startup, exactness. Default: all.",
+            help="ops, portable, model, prefill, decode, startup, exactness. Default: all.",
             callback=_check_parts,
             show_default=False,
         ),
