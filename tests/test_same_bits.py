@@ -19,7 +19,8 @@ import pytest
 
 import cukern
 from cukern import LLM, SamplingParams, jit, ops
-from cukern.bench.exactness import _changed, free_order, portable_attention
+from cukern.bench.exactness import free_order
+from cukern.bench.portable import changed, portable_kernels
 from cukern.ops import _linear_sm90
 from cukern.ops.attention_prefill import Variant, _attention_prefill_variant
 
@@ -216,9 +217,9 @@ def test_batches_mixed_at_random(gpu: Scene) -> None:
 
 
 @contextmanager
-def portable_kernels() -> Iterator[None]:
-    """Only the kernels for every architecture."""
-    with portable_attention(), _changed((_linear_sm90, "launched", lambda *_, **__: None)):
+def only_portable_kernels() -> Iterator[None]:
+    """Those for every architecture, and no other was asked for."""
+    with portable_kernels():
         yield
         assert not [key for key in jit.registry._memo if "sm90" in str(key)]
 
@@ -228,12 +229,12 @@ def test_portable_kernels(gpu: Scene) -> None:
     if jit.device().arch != _linear_sm90.ARCH:
         pytest.skip("this GPU has the portable kernels only")
     everything = range(len(gpu.lengths))
-    with _changed():  # nothing remembered
+    with changed():  # nothing remembered
         assert gpu.wrong(everything, gpu.scored(gpu.llm(), everything)) == []
         assert any("linear_sm90" in str(key) for key in jit.registry._memo)
     longest = len(gpu.lengths) - 1
     hopper = gpu.everywhere(gpu.llm(), longest)
-    with portable_kernels():
+    with only_portable_kernels():
         assert gpu.wrong(everything, gpu.scored(gpu.llm(), everything)) == []
         assert np.array_equal(gpu.everywhere(gpu.llm(), longest), hopper)
         gpu.check(everything, gpu.generated(gpu.llm(), everything))
