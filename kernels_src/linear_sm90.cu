@@ -1,9 +1,11 @@
 // Linear layer on Hopper's tensor cores (sm_90a only): y[m, j] = sum_k x[m, k] w[j, k]  (+ bias[j])  (+ residual[m, j])
+// or, gated, silu(y[m, j]) * y[m, N / 2 + j], of y rounded to T: the bits of swiglu.cu behind a product.
 //
 // Layouts    x [M, K], w [N, K] (T = half or bf16) through tensor maps with boxes of 64 columns, 128-byte swizzle;
 //            bias [N] float, out [M, N]; with `Through` the map of `out`, which is also the residual, in boxes of 64 (XRows)
 //            rows x strip_columns(columns of a warpgroup), swizzled by the box's width. All row-major. N % 8 == 0,
-//            K % 8 == 0, bases at multiples of 16 bytes.
+//            K % 8 == 0, bases at multiples of 16 bytes. Gated: out [M, N / 2], N % 16 == 0; the map of w has four axes (K,
+//            8 rows, gate or up, blocks of 8 rows), so that a tile's columns are eight of the gate and eight of up in turn.
 // Order      The numerics contract, item 1, and the bits of linear.cu: mma steps of 16 k, ascending, inside segments of
 //            `Segment` k (0: all of K); every segment starts from zero; segment sums are added in ascending order in float32.
 // Bound      flops, 2 M N K; bytes of the weight for small M.
@@ -20,7 +22,7 @@
 //            memory overlaps the next tile. 0: from registers to memory.
 //            `XRows`: for few rows, 16 instead of the 64 of one warpgroup: only these are copied and counted as the
 //            tile's. The tensor core reads 64 rows all the same, whatever lies behind them in shared memory (the allocation
-//            reaches that far), and the results of those others are dropped.
+//            reaches that far), and the results of those others are dropped. `Gated`: see above.
 // Measured: 104 % of 790 TFLOP/s (8B gate|up, 8,192 rows); H200, docs/performance.md
 #include "common/fragment_rows.cuh"
 #include "ptx/cluster.cuh"
@@ -37,7 +39,7 @@ constexpr int BK = 64, ROW_BYTES = BK * 2;
 #define SUM_START -0.f
 
 template <class T, class Out, int GroupsM, int GroupsN, int MI, int BN, int Stages, int ClusterM, int ClusterN, int Lag,
-          int XRows, int Through, int Segment>
+          int XRows, int Through, int Gated, int Segment>
 __global__ void __launch_bounds__((GroupsM *GroupsN + 1) * 128, 1)
     linear_sm90(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
                 const __grid_constant__ TensorMap out_map, const float *bias, Out *out, int m, int n, int k, int group,
@@ -49,15 +51,17 @@ __global__ void __launch_bounds__((GroupsM *GroupsN + 1) * 128, 1)
   constexpr int XPart = Turns ? BM : BM / ClusterN, WPart = BN / ClusterM;
   constexpr int StageBytes = (BM + BN) * ROW_BYTES;
   constexpr int SegmentTiles = Segment / BK;
+  constexpr int PerOut = Gated ? 2 : 1, WO = WN / PerOut;  // columns of w to one of the result; of the result, a warpgroup's
   // results in the ring: boxes of 64 rows x Strip columns, all rows of a strip together, Held strips to a buffer
   constexpr int BoxRows = XRows ? XRows : 64, Boxes = BM / BoxRows;
-  constexpr int Strip = strip_columns<Out>(WN), BoxBytes = BoxRows * Strip * (int)sizeof(Out), StripBytes = Boxes * BoxBytes;
-  constexpr int Strips = BN / Strip, Held = StageBytes / StripBytes, Extra = Through ? ceil_div(Strips, Held) : 0;
+  constexpr int Strip = strip_columns<Out>(WO), BoxBytes = BoxRows * Strip * (int)sizeof(Out), StripBytes = Boxes * BoxBytes;
+  constexpr int Strips = BN / PerOut / Strip, Held = StageBytes / StripBytes, Extra = Through ? ceil_div(Strips, Held) : 0;
   static_assert(XPart % 8 == 0 && WPart % 8 == 0 && XPart <= 256 && WPart <= 256, "parts are whole swizzle atoms");
   static_assert(Segment % BK == 0, "a segment ends with a tile");
   static_assert(XRows == 0 || (XRows % 16 == 0 && XRows < 64 && MI * GroupsM == 1), "few rows: one warpgroup along M");
   static_assert(Lag * (Groups - 1) < Stages, "the ring holds the lag");
-  static_assert(!Through || (WN % Strip == 0 && Held > 0 && Extra <= Stages), "the results of a tile in the ring");
+  static_assert(!Through || (WO % Strip == 0 && Held > 0 && Extra <= Stages), "the results of a tile in the ring");
+  static_assert(!Gated || (WPart % 16 == 0 && WN % 16 == 0 && sizeof(Out) == 2), "pairs of eight columns, halves");
   static_assert(Through != THROUGH_RESIDUAL || sizeof(Out) == 4, "residuals are float");
 
   extern __shared__ __align__(1024) unsigned char smem[];
@@ -131,11 +135,16 @@ __global__ void __launch_bounds__((GroupsM *GroupsN + 1) * 128, 1)
       };
       auto load_w = [&](int kt, int column) {
         unsigned char *const to = smem + stage * StageBytes + (BM + rank_m * WPart) * ROW_BYTES;
-        if constexpr (ClusterM > 1)
-          tma_load_2d_multicast(to, &w_map, full + stage, kt * BK, column + rank_m * WPart,
-                                (unsigned short)(((1 << ClusterM) - 1) << rank_n * ClusterM));
+        const int at = column + rank_m * WPart;
+        constexpr unsigned Column = (1 << ClusterM) - 1;  // blocks that share it
+        if constexpr (Gated && ClusterM > 1)
+          tma_load_4d_multicast(to, &w_map, full + stage, kt * BK, 0, 0, at / 16, (unsigned short)(Column << rank_n * ClusterM));
+        else if constexpr (Gated)
+          tma_load_4d(to, &w_map, full + stage, kt * BK, 0, 0, at / 16);
+        else if constexpr (ClusterM > 1)
+          tma_load_2d_multicast(to, &w_map, full + stage, kt * BK, at, (unsigned short)(Column << rank_n * ClusterM));
         else
-          tma_load_2d(to, &w_map, full + stage, kt * BK, column);
+          tma_load_2d(to, &w_map, full + stage, kt * BK, at);
       };
       int row, column, ahead = 0;  // K-tiles whose w is on its way already
       if (weight_ready && first_tile < tiles) {
@@ -183,7 +192,7 @@ __global__ void __launch_bounds__((GroupsM *GroupsN + 1) * 128, 1)
           int row, column;
           tile_at(tile, row, column);
           row += group_m * MI * 64;
-          column += group_n * WN;
+          column = column / PerOut + group_n * WO;
           stage = (stage + k_tiles) % Stages;  // the K-tiles are of no interest here
 #pragma unroll 1
           for (int first = 0; first < Extra * Held; first += Held, advance()) {
@@ -191,7 +200,7 @@ __global__ void __launch_bounds__((GroupsM *GroupsN + 1) * 128, 1)
             done_phase ^= 1u << stage;
             unsigned char *const boxes = smem + stage * StageBytes + group_m * MI * BoxBytes;
             if (lane == 0) {
-              constexpr int Mine = WN / Strip;  // strips of a warpgroup
+              constexpr int Mine = WO / Strip;  // strips of a warpgroup
               const int end = min(first + Held, (group_n + 1) * Mine);
               for (int s = max(first, group_n * Mine); s < end; ++s)
                 for (int i = 0; i < MI; ++i)
@@ -270,25 +279,36 @@ __global__ void __launch_bounds__((GroupsM *GroupsN + 1) * 128, 1)
       if (bias)
 #pragma unroll
         for (int i = 0; i < MI; ++i) add_bias<WN>(total[i], bias, column, n);
-      if constexpr (Through) {
+      auto leave = [&](float(&y)[MI][WO / 2]) {
+        if constexpr (Through) {
 #pragma unroll
-        for (int first = 0; first < Extra * Held; first += Held, advance()) {
-          mbarrier_wait(full + stage, phase);
-          unsigned char *const boxes = smem + stage * StageBytes + group_m * MI * BoxBytes;
+          for (int first = 0; first < Extra * Held; first += Held, advance()) {
+            mbarrier_wait(full + stage, phase);
+            unsigned char *const boxes = smem + stage * StageBytes + group_m * MI * BoxBytes;
 #pragma unroll
-          for (int s = first; s < min(first + Held, Strips); ++s)
-            if ((GroupsN == 1 || s / (WN / Strip) == group_n) && (!XRows || (threadIdx.x & 127) < XRows * 2))
+            for (int s = first; s < min(first + Held, Strips); ++s)
+              if ((GroupsN == 1 || s / (WO / Strip) == group_n) && (!XRows || (threadIdx.x & 127) < XRows * 2))
 #pragma unroll
-              for (int i = 0; i < MI; ++i)
-                pass_strip<WN, Strip, Through == THROUGH_RESIDUAL, Out>(total[i], s % (WN / Strip),
-                                                                        boxes + (s - first) * StripBytes + i * BoxBytes);
-          async_proxy_fence();
-          __syncwarp();
-          if (lane == 0) mbarrier_arrive(done + consumer * Stages + stage);
+                for (int i = 0; i < MI; ++i)
+                  pass_strip<WO, Strip, Through == THROUGH_RESIDUAL, Out>(y[i], s % (WO / Strip),
+                                                                          boxes + (s - first) * StripBytes + i * BoxBytes);
+            async_proxy_fence();
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(done + consumer * Stages + stage);
+          }
+        } else {
+          const int end = XRows ? min(m, row + XRows) : m;
+#pragma unroll
+          for (int i = 0; i < MI; ++i) store_rows<WO>(y[i], out, row + i * 64, column / PerOut, end, n / PerOut);
         }
-      } else {
+      };
+      if constexpr (Gated) {
+        float y[MI][WO / 2];
 #pragma unroll
-        for (int i = 0; i < MI; ++i) store_rows<WN>(total[i], out, row + i * 64, column, XRows ? min(m, row + XRows) : m, n);
+        for (int i = 0; i < MI; ++i) gate_columns<T, WN>(total[i], y[i]);
+        leave(y);
+      } else {
+        leave(total);
       }
     }
   }

@@ -18,11 +18,12 @@ from fake_cuda import FakeCuda, TensorMapLibrary, uninstall
 import cukern
 from cukern import jit
 from cukern.jit.arch import Target
-from cukern.jit.tensor_map import matrix_map, result_map
+from cukern.jit.tensor_map import gated_map, matrix_map, result_map
 from cukern.ops import _linear_sm90 as hopper
 from cukern.ops import _linear_variants as portable
 from cukern.ops._linear_sm90 import HopperVariant, SplitVariant, Variant
-from cukern.ops.linear import _linear_variant
+from cukern.ops.linear import _linear_variant, linear
+from cukern.ops.swiglu import swiglu
 
 HALVES = [np.float16, ml_dtypes.bfloat16]
 EVERY = [
@@ -109,6 +110,45 @@ def test_bits_of_the_portable_kernel(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    ("variant", "m", "n", "k"),
+    [
+        pytest.param(variant, m, n, k, id=f"{variant} {m}x{n}x{k}")
+        for m, n, k in ((1, 16, 8), (65, 208, 64), (300, 2064, 328), (2100, 2048, 520), (300, 4112, 4104))
+        for variant in dict.fromkeys((*FORCED, *hopper._SEGMENTED, *hopper._WHOLE))
+        if variant.gates and variant.fits(k, portable.template_segment(n, k))
+    ],
+)
+def test_gated_bits(rng: np.random.Generator, dtype: Any, variant: Variant, m: int, n: int, k: int) -> None:
+    """A product that ends in SwiGLU has the bits of a product and SwiGLU behind it."""
+    cupy = on_hopper()
+    x = cupy.asarray(rng.standard_normal((m, k)).astype(dtype))
+    w = cupy.asarray((rng.standard_normal((n, k)) * 3 * k**-0.5).astype(dtype))
+    want = swiglu(_linear_variant(PORTABLE, x, w))
+    got = cupy.full((m, n // 2), np.nan, np.float32).astype(dtype)
+    assert hopper.launched(x, w, None, None, got, m, n, k, variant, gated=True) is not None
+    np.testing.assert_array_equal(bits(got.get()), bits(want.get()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+def test_gated_operator(rng: np.random.Generator, dtype: Any) -> None:
+    """At every number of rows, first and later calls, and with an `out`."""
+    cupy = on_hopper()
+    x = cupy.asarray(rng.standard_normal((2048, 1024)).astype(dtype))
+    w = cupy.asarray((rng.standard_normal((6144, 1024)) / 16).astype(dtype))
+    want = swiglu(_linear_variant(PORTABLE, x, w)).get()
+    for m in (1, 16, 17, 64, 65, 128, 200, 512, 2048):
+        for _ in range(3):
+            got = linear(x[:m], w, activation="swiglu", static_weight=True)
+            np.testing.assert_array_equal(bits(got.get()), bits(want[:m]))
+        out = cupy.empty((m, 3072), dtype)
+        assert linear(x[:m], w, activation="swiglu", out=out) is out
+        np.testing.assert_array_equal(bits(out.get()), bits(want[:m]))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("variant", [v for v in FORCED if v.fits(1024, 256)], ids=str)
 def test_segments_and_zeros(variant: Variant) -> None:
     """Where segments end shows in sums that are exact inside one; a segment of zeros starts from +0."""
@@ -157,10 +197,12 @@ def test_chosen_variants_and_repeats(rng: np.random.Generator, dtype: Any) -> No
 @pytest.mark.parametrize(("variant", "segment"), EVERY, ids=str)
 def test_compiles_without_spills_and_stays_asynchronous(variant: Variant, segment: int) -> None:
     assert variant.fits(1024, segment)
-    for out, through in (("half", 0), ("half", 2), ("float", 1), ("float", 2)):
-        if through and not variant.passes(2 if out == "half" else 4):
+    endings = [("half", 0, False), ("half", 2, False), ("float", 1, False), ("float", 2, False)]
+    endings += [("half", 0, True), ("half", 2, True)] if variant.gates else []
+    for out, through, gated in endings:
+        if through and not variant.passes(2 if out == "half" else 4, gated):
             continue
-        template = ("half", out, *variant.template(segment, through))
+        template = ("half", out, *variant.template(segment, through, gated))
         kernel = jit.kernel("linear_sm90.cu", variant.kernel, template)
         compiled = kernel._binary(Target(hopper.ARCH), keep=False)
         usage = compiled.usage[compiled.names[kernel.name]]
@@ -174,7 +216,8 @@ def test_compiles_without_spills_and_stays_asynchronous(variant: Variant, segmen
 def test_declared_variants_are_for_hopper_alone() -> None:
     declared = hopper.kernel_variants()
     assert {item[4] for item in declared} == {("sm_90a",)}
-    assert {item[2][2:] for item in declared} <= {v.template(s, t) for v, s in EVERY for t in (0, 1, 2)}
+    every = {v.template(s, t, gated) for v, s in EVERY for t in (0, 1, 2) for gated in (False, True)}
+    assert {item[2][2:] for item in declared} <= every
 
 
 # ---------------------------------------------------------------------------------------------------- plan
@@ -272,6 +315,28 @@ def test_launch_passes_maps_and_sizes(cuda: FakeCuda, monkeypatch: pytest.Monkey
     assert library.encoded[3:] == [(7, 2, stream.data.ptr, [n, m], [4 * n], [32, 64], [1, 1], modes)]
 
 
+def test_gated_launch(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight of four axes: eight rows of the gate, eight of up; half as many columns of the result."""
+    library: Any = cuda.library
+    monkeypatch.setattr("cukern.jit.devices.gpu_present", lambda: True)
+    cuda.expect([128, 128, 128, 8, 8, 4, 4, 4, 4, 4])
+    m, n, k = 300, 1024, 512
+    x, w, out = (cuda.array(s, np.float16) for s in ((m, k), (n, k), (m, n // 2)))
+    variant = HopperVariant(2, 1, 1, 128, 6, 2, 1, lag=2)
+    assert hopper.launched(x, w, None, None, out, m, n, k, variant, gated=True) is not None
+    modes = [0, 3, 3, 0]
+    # a pair of blocks copies 64 rows of the weight each
+    weight = (1, 4, w.data.ptr, [k, 8, 2, n // 16], [2 * k, n * k, 16 * k], [64, 8, 2, 4], [1, 1, 1, 1], modes)
+    assert library.encoded == [
+        (1, 2, x.data.ptr, [k, m], [2 * k], [64, 128], [1, 1], modes),
+        weight,
+        (1, 2, out.data.ptr, [n // 2, m], [n], [64, 64], [1, 1], modes),
+    ]
+    assert [struct.unpack("=i", v)[0] for v in library.snapshots[0][5:]] == [m, n, k, 8, 0]
+    with pytest.raises(ValueError, match="and a gate"):
+        hopper.launched(x, w, None, None, out, m, n, k, SplitVariant(1, 32, 8, 2), gated=True)
+
+
 def test_launch_leaves_the_rest_to_others(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cukern.jit.devices.gpu_present", lambda: True)
     library: Any = cuda.library
@@ -309,6 +374,21 @@ def test_tensor_map_refuses(arguments: tuple[int, ...], match: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
+        ((8, 32, 64, 32), "address 0x8"),
+        ((16, 24, 64, 16), r"\[24, 64\]"),
+        ((16, 32, 60, 16), r"\[32, 60\]"),
+        ((16, 32, 64, 24), "box of 24 rows"),
+        ((16, 1024, 64, 272), "box of 272 rows"),
+    ],
+)
+def test_gated_map_refuses(arguments: tuple[int, ...], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        gated_map(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
         ((8, 4, 64, 4, 64, 32), "address 0x8"),
         ((16, 4, 62, 4, 64, 32), r"\[4, 62\]"),
         ((16, 4, 64, 8, 64, 32), "8 bytes"),
@@ -340,6 +420,16 @@ __global__ void epilogue(const float *bias, Out *out, int row, int column, int m
   fill<Columns>(v, row, column);
   if (bias) add_bias<Columns>(v, bias, column, n);
   store_rows<Columns>(v, out, row, column, m, n);
+}
+template <int Columns, class T>
+__global__ void gated(const float *in, float *out) {
+  float v[Columns / 2], y[Columns / 4];
+  const int lane = threadIdx.x & 31, row = 16 * (threadIdx.x >> 5) + (lane >> 2);
+  for (int j = 0; j < Columns / 8; ++j)
+    for (int e = 0; e < 4; ++e)
+      v[4 * j + e] = in[(row + 8 * (e >> 1)) * Columns + 8 * j + 2 * (lane & 3) + (e & 1)];
+  gate_columns<T, Columns>(v, y);
+  store_rows<Columns / 2>(y, out, 0, 0, 64, Columns / 2);
 }
 // Strip by strip through shared memory, laid out as the copy engine does.
 template <int Columns, class Out, bool Add>
@@ -388,6 +478,20 @@ def test_epilogue(columns: int, row: int, column: int, n: int) -> None:
             kernel(1, 128, (bias, out, row, column, m, n))
             np.testing.assert_array_equal(out[inside], (want + bias).astype(dtype)[inside])
             assert np.isnan(out[~inside].astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("columns", [16, 48, 128])
+def test_gated_columns(columns: int, rng: np.random.Generator) -> None:
+    """Eight columns of the gate and eight of up in turn, both rounded first, as the operator reads them."""
+    for name, dtype in (("half", np.float16), ("bf16", ml_dtypes.bfloat16)):
+        values = rng.standard_normal((64, columns), np.float32) * 3
+        out = np.full((64, columns // 2), np.nan, np.float32)
+        pairs = values.astype(dtype).reshape(64, -1, 2, 8)
+        packed = np.ascontiguousarray(pairs.transpose(0, 2, 1, 3).reshape(64, columns))
+        with cukern.emulate(check=True):
+            cukern.Kernel(EPILOGUE, f"gated<{columns}, {name}>")(1, 128, (values, out))
+            want = swiglu(packed)
+        np.testing.assert_array_equal(out.astype(dtype), want)
 
 
 @pytest.mark.parametrize("columns", [16, 32, 48, 128, 176])

@@ -21,6 +21,7 @@ from cukern.jit import devices, registry
 from cukern.jit.loaded import LoadedKernel
 from cukern.jit.tensor_map import matrix_map
 from cukern.ops import _linear_sm90
+from cukern.ops._fast import Plans
 from cukern.ops.linear import _plan as _linear_plan
 
 BF16, FLOAT = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
@@ -265,7 +266,8 @@ def test_what_is_wrong_stays_wrong(
 
 
 def every_plans() -> list[Any]:
-    return [clear.__self__ for clear in registry.at_reload]  # type: ignore[attr-defined]
+    owners = [getattr(clear, "__self__", None) for clear in registry.at_reload]
+    return [owner for owner in owners if isinstance(owner, Plans)]
 
 
 def test_caches_in_one_memory_are_refused_each_time(cuda: FakeCuda) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from . import driver
 
-__all__ = ["TENSOR_MAP_BYTES", "heads_map", "matrix_map", "no_map", "result_map"]
+__all__ = ["TENSOR_MAP_BYTES", "gated_map", "heads_map", "matrix_map", "no_map", "result_map"]
 
 TENSOR_MAP_BYTES = 128
 # CUtensorMapDataType, -Interleave, -Swizzle, -L2promotion, -FloatOOBfill
@@ -66,6 +66,44 @@ def matrix_map(address: int, rows: int, columns: int, box_rows: int, box_columns
         raise ValueError(f"tensor map: a box [{box_rows}, {box_columns}], expected at most [{_MAX_BOX}, 64]")
     found = _encode(address, (columns, rows), (columns * 2,), (box_columns, box_rows))
     found.remade = lambda other: matrix_map(other, rows, columns, box_rows, box_columns)
+    return found
+
+
+@functools.lru_cache(maxsize=8192)
+def gated_map(address: int, rows: int, columns: int, box_rows: int) -> TensorMap:
+    """The tensor map of a weight whose first half of rows is the gate and whose second half is up, for SwiGLU.
+
+    Its four dimensions, innermost first: column, row of a block of eight, gate or up, block of eight rows. A box holds
+    eight rows of the gate and eight of up in turn.
+
+    Parameters
+    ----------
+    address : int
+        Of the first element, a multiple of 16.
+    rows, columns : int
+        Of the matrix: multiples of 16 and of 8.
+    box_rows : int
+        Of a box: at most 256, a multiple of 16.
+
+    Returns
+    -------
+    TensorMap
+        Bytes, to be passed by value as ``const __grid_constant__``; remembered, as in :func:`matrix_map`.
+
+    Raises
+    ------
+    ValueError
+        For values that the hardware cannot take, naming them.
+    DriverError
+        If the driver refuses.
+    """
+    if columns % 8 or columns < 1 or rows % 16 or rows < 1:
+        raise ValueError(f"tensor map: a matrix [{rows}, {columns}], expected multiples of 16 rows and 8 columns")
+    if box_rows % 16 or not 16 <= box_rows <= _MAX_BOX:
+        raise ValueError(f"tensor map: a box of {box_rows} rows, expected a multiple of 16 up to {_MAX_BOX}")
+    row = columns * 2
+    found = _encode(address, (columns, 8, 2, rows // 16), (row, rows // 2 * row, 8 * row), (64, 8, 2, box_rows // 16))
+    found.remade = lambda other: gated_map(other, rows, columns, box_rows)
     return found
 
 

@@ -258,7 +258,7 @@ class Qwen3:
     def _mlp(self, x: Array, w: LayerWeights) -> Array:
         ops = self._ops
         h = ops.rms_norm(x, w.post_norm, self.config.rms_norm_eps, dtype=self.dtype)
-        h = ops.swiglu(ops.linear(h, w.gate_up, static_weight=True))
+        h = ops.linear(h, w.gate_up, activation="swiglu", static_weight=True)
         return ops.linear(h, w.down, residual=x, static_weight=True)
 
     # -- conveniences -------------------------------------------------------------------------------------

@@ -112,32 +112,37 @@ class HopperVariant:
             and self.lag * (self.consumers - 1) < self.stages
         )
 
-    def strip(self, item: int) -> int:
+    @property
+    def gates(self) -> bool:
+        """Whether the kernel can end in SwiGLU: gate and up in pairs of eight columns."""
+        return self.bn // self.cluster_m % 16 == 0 and self.bn // self.groups_n % 16 == 0
+
+    def strip(self, item: int, gated: bool = False) -> int:
         """Columns of the boxes in which results of that many bytes each pass through shared memory."""
-        width = self.bn // self.groups_n * item
+        width = self.bn // self.groups_n // (1 + gated) * item
         return next((b for b in (128, 64) if width % b == 0), 32) // item
 
-    def passes(self, item: int) -> bool:
+    def passes(self, item: int, gated: bool = False) -> bool:
         """Whether the ring holds the results of a tile."""
-        strip = self.strip(item)
+        strip, columns = self.strip(item, gated), self.bn // (1 + gated)
         held = (self.bm + self.bn) * BLOCK_K * 2 // (self.bm * strip * item)
         return (
-            self.bn // self.groups_n % strip == 0
+            columns // self.groups_n % strip == 0
             and strip >= 16
             and held > 0
-            and -(-self.bn // (strip * held)) <= self.stages
+            and -(-columns // (strip * held)) <= self.stages
         )
 
-    def through(self, item: int, residual: bool) -> int:
+    def through(self, item: int, residual: bool, gated: bool = False) -> int:
         """The kernel's `Through`: 1 with a residual, 2 for other results that pass through the ring, 0 else."""
         if residual:
             return 1
-        return 2 if (item == 4 or self.bm * self.bn >= _LARGE_TILE) and self.passes(item) else 0
+        return 2 if (item == 4 or self.bm * self.bn >= _LARGE_TILE) and self.passes(item, gated) else 0
 
-    def template(self, segment: int, through: int = 0) -> tuple[int, ...]:
+    def template(self, segment: int, through: int = 0, gated: bool = False) -> tuple[int, ...]:
         return (
             *(self.groups_m, self.groups_n, self.mi, self.bn, self.stages),
-            *(self.cluster_m, self.cluster_n, self.lag, self.x_rows, through, segment),
+            *(self.cluster_m, self.cluster_n, self.lag, self.x_rows, through, int(gated), segment),
         )
 
     def cluster_tiles(self, m: int, n: int) -> int:
@@ -171,6 +176,7 @@ class SplitVariant:
     x_rows: int = 0
 
     kernel = "linear_sm90_split"
+    gates = False
 
     def __str__(self) -> str:
         return f"{self.bm}x{self.bn} split {self.split} s{self.stages}"
@@ -209,15 +215,15 @@ class SplitVariant:
             and self.shared_mem(k) <= MAX_SHARED
         )
 
-    def passes(self, item: int) -> bool:
+    def passes(self, item: int, gated: bool = False) -> bool:
         """Any residual is read by those who write the result."""
         return True
 
-    def through(self, item: int, residual: bool) -> int:
+    def through(self, item: int, residual: bool, gated: bool = False) -> int:
         """Results go from registers to memory."""
         return 0
 
-    def template(self, segment: int, through: int = 0) -> tuple[int, ...]:
+    def template(self, segment: int, through: int = 0, gated: bool = False) -> tuple[int, ...]:
         return (self.groups, self.x_rows, self.bn, self.stages, self.split, segment)
 
     def cluster_tiles(self, m: int, n: int) -> int:
@@ -312,7 +318,7 @@ _FEW_SEGMENTED: tuple[Variant, ...] = (
 _SPLIT_SHARE = 0.75  # what a block of a split gains of its part: the sums must meet
 
 
-def _select_few(m: int, n: int, k: int, sm_count: int, residual: bool) -> Variant:
+def _select_few(m: int, n: int, k: int, sm_count: int, residual: bool, gated: bool) -> Variant:
     segment = template_segment(n, k)
 
     def columns(variant: Variant) -> float:
@@ -320,15 +326,20 @@ def _select_few(m: int, n: int, k: int, sm_count: int, residual: bool) -> Varian
         return variant.waves(m, n, sm_count) * variant.bn / share
 
     table = (replace(v, x_rows=_tile_rows(m)) for v in (_FEW_SEGMENTED if segment else _FEW_WHOLE))
-    return min((v for v in table if v.fits(k, segment) and (v.passes(4) or not residual)), key=columns)
+    return min((v for v in table if _can(v, k, segment, residual, gated)), key=columns)
+
+
+def _can(variant: Variant, k: int, segment: int, residual: bool, gated: bool) -> bool:
+    """Whether a variant can run such a weight and end that way."""
+    return variant.fits(k, segment) and (variant.passes(4) or not residual) and (variant.gates or not gated)
 
 
 @functools.lru_cache(maxsize=4096)
-def select(m: int, n: int, k: int, sm_count: int, residual: bool = False) -> Variant:
+def select(m: int, n: int, k: int, sm_count: int, residual: bool = False, gated: bool = False) -> Variant:
     """The variant for x [m, k] and a weight [n, k]: the least time by full waves of tiles and each tile's speed."""
     segment = template_segment(n, k)
     if m <= _FEW:
-        return _select_few(m, n, k, sm_count, residual)
+        return _select_few(m, n, k, sm_count, residual, gated)
 
     def cost(item: tuple[Variant, tuple[float, int]]) -> float:
         variant, (speed, fixed) = item
@@ -336,7 +347,7 @@ def select(m: int, n: int, k: int, sm_count: int, residual: bool = False) -> Var
         return variant.waves(m, n, sm_count) * variant.bm * variant.bn / share / speed + fixed
 
     table = _SEGMENTED if segment else _WHOLE
-    fitting = ((v, s) for v, s in table.items() if v.fits(k, segment) and (v.passes(4) or not residual))
+    fitting = ((v, s) for v, s in table.items() if _can(v, k, segment, residual, gated))
     return min(fitting, key=cost)[0]
 
 
@@ -381,7 +392,7 @@ def candidates(m: int, n: int, k: int, sm_count: int, residual: bool = False) ->
         waves = variant.waves(m, n, sm_count)
         return variant.cluster_tiles(m, n) * variant.cluster / (waves * sm_count)
 
-    fitting = [v for v in dict.fromkeys(others) if v.fits(k, segment) and (v.passes(4) or not residual)]
+    fitting = [v for v in dict.fromkeys(others) if _can(v, k, segment, residual, False)]
     least = 0.7 * max(busy(v) for v in fitting) if m <= _FEW else 0.0
     return list(dict.fromkeys([chosen, *(v for v in fitting if busy(v) >= least)]))
 
@@ -390,18 +401,20 @@ class Maps(NamedTuple):
     """Sizes of the tensor maps of a launch: rows, columns and box, for `matrix_map` and `result_map`.
 
     `out`, with the bytes of an element behind the columns, is None for a kernel that takes the residual's address, and
-    empty where results do not pass through a map.
+    empty where results do not pass through a map. `gated`: the weight's is for `gated_map`.
     """
 
     x: tuple[int, int, int]
     weight: tuple[int, int, int]
     out: tuple[int, int, int, int, int] | tuple[()] | None
+    gated: bool = False
 
     def leading(self, x: int, weight: int, bias: Any, residual: Any, target: Any) -> tuple[Any, ...]:
         """The arguments before the numbers. `bias`, `residual` and `target`: addresses or arrays."""
-        from cukern.jit.tensor_map import matrix_map, no_map, result_map
+        from cukern.jit.tensor_map import gated_map, matrix_map, no_map, result_map
 
-        x_map, weight_map = matrix_map(x, *self.x), matrix_map(weight, *self.weight)
+        x_map = matrix_map(x, *self.x)
+        weight_map = gated_map(weight, *self.weight) if self.gated else matrix_map(weight, *self.weight)
         if self.out is None:
             return x_map, weight_map, bias, residual, target
         if self.out:
@@ -424,29 +437,40 @@ class _Plan:
 
 @functools.lru_cache(maxsize=8192)
 def _plan(
-    variant: Variant | None, ctype: str, out_ctype: str, m: int, n: int, k: int, residual: bool, sm_count: int
+    variant: Variant | None,
+    ctype: str,
+    out_ctype: str,
+    m: int,
+    n: int,
+    k: int,
+    residual: bool,
+    sm_count: int,
+    gated: bool = False,
 ) -> _Plan:
     """Everything about a launch that does not depend on addresses."""
     from cukern import jit
 
     segment = template_segment(n, k)
     if variant is None:
-        variant = select(m, n, k, sm_count, residual)
-    elif not variant.fits(k, segment) or (residual and not variant.passes(4)):
-        what = f"segments of {segment or k}" + (" and a residual" if residual else "")
+        variant = select(m, n, k, sm_count, residual, gated)
+    elif not _can(variant, k, segment, residual, gated):
+        what = (
+            f"segments of {segment or k}" + (" and a residual" if residual else "") + (" and a gate" if gated else "")
+        )
         raise ValueError(f"linear: variant {variant} cannot run a weight [{n}, {k}] with {what}")
     item = 4 if out_ctype == "float" else 2
-    through: int = variant.through(item, residual)
+    through: int = variant.through(item, residual, gated)
     out_map: Any = None
     if isinstance(variant, HopperVariant):
-        out_map = (m, n, item, variant.x_rows or 64, variant.strip(item)) if through else ()
+        columns = n // (1 + gated)
+        out_map = (m, columns, item, variant.x_rows or 64, variant.strip(item, gated)) if through else ()
     return _Plan(
-        jit.kernel("linear_sm90.cu", variant.kernel, (ctype, out_ctype, *variant.template(segment, through))),
+        jit.kernel("linear_sm90.cu", variant.kernel, (ctype, out_ctype, *variant.template(segment, through, gated))),
         (variant.grid(m, n, sm_count), 1, 1),
         (variant.threads, 1, 1),
         variant.shared_mem(k),
         (variant.cluster, 1, 1) if variant.cluster > 1 else None,
-        Maps((m, k, variant.boxes[0]), (n, k, variant.boxes[1]), out_map),
+        Maps((m, k, variant.boxes[0]), (n, k, variant.boxes[1]), out_map, gated),
         variant.sizes(m, n, k),
     )
 
@@ -474,6 +498,7 @@ def launched(
     k: int,
     variant: Variant | None = None,
     static_weight: bool = False,
+    gated: bool = False,
 ) -> Launched | None:
     """Run a product whose arguments :func:`cukern.ops.linear` has checked.
 
@@ -488,6 +513,8 @@ def launched(
         For tests and tuning; it also lifts the lower limit of `m`.
     static_weight : bool
         That nothing writes the weight just ahead of this in the stream.
+    gated : bool
+        End in SwiGLU: `target` is of the weight's type, [m, n / 2].
 
     Returns
     -------
@@ -507,9 +534,10 @@ def launched(
     if device.arch != ARCH:
         return None
     x_address, w_address, address = int(x.data.ptr), int(weight.data.ptr), int(target.data.ptr)
-    if not accepts(m, n, k, (x_address, w_address, address)):
+    if not accepts(m, n // (1 + gated), k, (x_address, w_address, address)):
         return None
-    plan = _plan(variant, CTYPES[x.dtype], CTYPES[target.dtype], m, n, k, residual is not None, device.sm_count)
+    ends = (residual is not None, device.sm_count, gated)
+    plan = _plan(variant, CTYPES[x.dtype], CTYPES[target.dtype], m, n, k, *ends)
     leading = plan.maps.leading(x_address, w_address, bias, residual, target)
     arguments = (*leading, *plan.sizes, int(static_weight))
     plan.kernel(plan.grid, plan.block, arguments, shared_mem=plan.shared_mem, cluster=plan.cluster, pdl=True)
@@ -520,20 +548,21 @@ def kernel_variants() -> list[tuple[str, str, tuple[str | int, ...], None, tuple
     """What the published Qwen3 sizes launch on this architecture, for compiling ahead and for the check of spills."""
     found: dict[tuple[str, str, tuple[str | int, ...], None, tuple[str, ...]], None] = {}
     for hidden, intermediate, heads in ((1024, 3072, 2048), (4096, 12288, 4096)):
-        for n, k, out, residual in (
-            (heads + 2048, hidden, "same", False),
-            (hidden, heads, "float", True),
-            (2 * intermediate, hidden, "same", False),
-            (hidden, intermediate, "float", True),
-            (151936, hidden, "float", False),
+        for n, k, out, residual, gated in (
+            (heads + 2048, hidden, "same", False, False),
+            (hidden, heads, "float", True, False),
+            (2 * intermediate, hidden, "same", False, True),
+            (hidden, intermediate, "float", True, False),
+            (151936, hidden, "float", False, False),
         ):
             segment = template_segment(n, k)
-            for m in (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192):
+            for m in (1, 16, 32, 64, 128, 192, 256, 288, 512, 600, 1024, 1200, 2048, 2100, 8192):
                 if m < least_m(n, k):
                     continue
-                option = select(m, n, k, 132, residual)
+                option = select(m, n, k, 132, residual, gated)
                 for ctype in ("half", "bf16"):
                     kind, item = (ctype, 2) if out == "same" else (out, 4)
-                    template = (ctype, kind, *option.template(segment, option.through(item, residual)))
+                    through = option.through(item, residual, gated)
+                    template = (ctype, kind, *option.template(segment, through, gated))
                     found[("linear_sm90.cu", option.kernel, template, None, (ARCH,))] = None
     return list(found)

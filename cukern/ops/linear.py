@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cukern.jit import registry
 from cukern.ops import _linear_sm90
 from cukern.ops import _linear_variants as variants
 from cukern.ops._arrays import (
@@ -26,8 +27,9 @@ from cukern.ops._arrays import (
     place_arrays,
     pointer,
 )
-from cukern.ops._fast import Plans, plain_dtype
+from cukern.ops._fast import Plans, kinds, plain_dtype
 from cukern.ops._linear_variants import Gpu
+from cukern.ops.swiglu import swiglu
 from cukern.reference.linear import linear as reference_linear
 
 __all__ = ["kernel_variants", "linear"]
@@ -35,6 +37,10 @@ __all__ = ["kernel_variants", "linear"]
 # Kernels count rows and columns in 32 bits (offsets in 64) and round them up to a tile.
 _MAX_SIZE = 2**31 - 4096
 _PLANS = Plans()
+_IN_TWO: set[Any] = set()
+"""Kinds of arguments for which product and activation are two kernels."""
+_MOST_IN_TWO = 4096  # prompts of every length leave some
+registry.at_reload.append(_IN_TWO.clear)
 
 
 def linear(
@@ -43,6 +49,7 @@ def linear(
     *,
     bias: Array | None = None,
     residual: Array | None = None,
+    activation: str | None = None,
     dtype: Any = None,
     out: Array | None = None,
     static_weight: bool = False,
@@ -63,6 +70,10 @@ def linear(
         float32, or float16/bfloat16 (converted at every call: keep it in float32).
     residual : array [..., N], optional
         float32, contiguous: ``residual += y`` in place (``y`` not rounded before), and `residual` is returned.
+    activation : {None, "swiglu"}
+        "swiglu": the first half of `weight` is the gate, the second is up; the result [..., N / 2] is what
+        :func:`cukern.ops.swiglu` makes of y, bit for bit. On sm_90a in the same kernel where there is no bias and N is
+        a multiple of 16, else in one behind it. Not with `residual`.
     dtype : dtype, optional
         Of the result: that of `x` (default) or float32 (logits). With `residual` it is float32.
     out : array [..., N], optional
@@ -85,7 +96,7 @@ def linear(
         Wrong dtypes, or arrays in different places.
     ValueError
         Shapes that do not fit, K = 0, a non-contiguous `weight`, `out` or `residual`, an `out` that shares memory with
-        an input, an unknown `backend`.
+        an input, an unknown `backend` or `activation`.
     RuntimeError
         ``backend="cublas"`` for arrays that are not on a GPU, or without the library.
 
@@ -94,22 +105,84 @@ def linear(
     NumPy arrays without emulation go to the reference (float32 and float64 too), with sums in NumPy's order.
     """
     simple = out is None and backend == "cukern" and type(static_weight) is bool and plain_dtype(dtype)
+    simple = simple and (activation is None or type(activation) is str)
     if not simple:
+        if activation is not None:
+            return _activated(activation, x, weight, bias, residual, dtype, out, static_weight, backend, None)
         return _linear(x, weight, bias, residual, dtype, out, static_weight, backend, None)
-    given, options = (x, weight, bias, residual), (dtype, static_weight)
+    given, options = (x, weight, bias, residual), (dtype, static_weight, activation)
     found = _PLANS.find(given, options)
     if found is None:
-        return _linear(x, weight, bias, residual, dtype, out, static_weight, backend, None, (given, options))
+        first = (given, options)
+        if activation is not None:
+            return _activated(activation, x, weight, bias, residual, dtype, out, static_weight, backend, first)
+        return _linear(x, weight, bias, residual, dtype, out, static_weight, backend, None, first)
     plan, (x_address, weight_address, bias_address, residual_address) = found
     target = residual if residual is not None else plan.empty()
     address = target.data.ptr
     if plan.extra is None:
         plan.launch(x_address, weight_address, bias_address, residual_address, address)
     elif address % 16:  # an allocator of one's own; the Hopper kernel cannot write there
+        if activation is not None:
+            return swiglu(linear(x, weight, static_weight=static_weight))
         return _linear(x, weight, bias, residual, dtype, out, static_weight, backend, None)
     else:
         plan.launch(*plan.extra.leading(x_address, weight_address, bias_address, residual_address, address))
     return target
+
+
+def _activated(
+    activation: str,
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    residual: Array | None,
+    dtype: Any,
+    out: Array | None,
+    static_weight: bool,
+    backend: str,
+    given: tuple[Any, Any] | None,
+) -> Array:
+    """A product and SwiGLU: in one kernel where there is one, else in two."""
+    seen = None if given is None else kinds(*given)
+    if seen is None or seen[0] not in _IN_TWO:
+        if activation != "swiglu":
+            raise ValueError(f'linear: activation must be None or "swiglu", got {activation!r}')
+        if residual is not None:
+            raise ValueError(
+                "linear: give residual or activation, not both: the residual is [..., N], the result N / 2"
+            )
+        place, (x, weight, bias, out) = place_arrays("linear", x=x, weight=weight, bias=bias, out=out)
+        out_dtype, n = _check(place, x, weight, bias, None, dtype, None)
+        if n % 2:
+            raise ValueError(f'linear: activation="swiglu" halves the rows of weight {tuple(weight.shape)}, N is odd')
+        shape = (*x.shape[:-1], n // 2)
+        if out is not None:
+            check_out("linear", out, shape, out_dtype)
+            check_apart("linear", "out", out, x=x, weight=weight, bias=bias)
+        rows, k = as_rows(x)
+        plain = bias is None and backend == "cukern" and out_dtype == x.dtype
+        if plain and place.kind == "cuda" and rows and n and n % 16 == 0:
+            target = place.empty(shape, out_dtype) if out is None else out
+            options: dict[str, Any] = {"static_weight": static_weight, "gated": True}
+            launched = _linear_sm90.launched(contiguous(x, place), weight, None, None, target, rows, n, k, **options)
+            if launched is not None:
+                if given is not None:
+                    _keep(given, launched, target)
+                return target
+        if seen is not None:
+            if len(_IN_TWO) >= _MOST_IN_TWO:
+                _IN_TWO.clear()
+            _IN_TWO.add(seen[0])
+    y = linear(x, weight, bias=bias, dtype=dtype, static_weight=static_weight, backend=backend)
+    return swiglu(y, out=out)
+
+
+def _keep(given: tuple[Any, Any], launched: _linear_sm90.Launched, target: Array) -> None:
+    """A plan of what was launched on Hopper."""
+    program, grid, block, arguments, shared_mem, cluster, maps = launched
+    options: dict[str, Any] = {"extra": maps, "shared_mem": shared_mem, "cluster": cluster, "pdl": True}
+    _PLANS.keep(*given, program, grid, block, arguments, target, **options)
 
 
 def _linear_variant(
@@ -137,9 +210,9 @@ def _linear(
     static_weight: bool,
     backend: str,
     variant: variants.Variant | None,
-    kinds: tuple[Any, Any] | None = None,
+    given: tuple[Any, Any] | None = None,
 ) -> Array:
-    """`kinds`: arrays and options as given, to leave a plan for the next such call."""
+    """`given`: arrays and options as given, to leave a plan for the next such call."""
     if backend not in ("cukern", "cublas"):
         raise ValueError(f'linear: backend must be "cukern" or "cublas", got {backend!r}')
     place, (x, weight, bias, residual, out) = place_arrays(
@@ -157,7 +230,7 @@ def _linear(
         return target
     x = contiguous(x, place)
     if place.kind != "cuda" or (bias is not None and bias.dtype != FLOAT32):
-        kinds = None
+        given = None
     if bias is not None:
         bias = contiguous(bias.astype(FLOAT32, copy=False), place)
     if backend == "cublas":
@@ -166,20 +239,8 @@ def _linear(
     if variant is None and place.kind == "cuda":
         launched = _linear_sm90.launched(x, weight, bias, residual, target, rows, n, k, static_weight=static_weight)
         if launched is not None:
-            if kinds is not None:
-                program, grid, block, arguments, shared_mem, cluster, maps = launched
-                _PLANS.keep(
-                    *kinds,
-                    program,
-                    grid,
-                    block,
-                    arguments,
-                    target,
-                    extra=maps,
-                    shared_mem=shared_mem,
-                    cluster=cluster,
-                    pdl=True,
-                )
+            if given is not None:
+                _keep(given, launched, target)
             return target
     aligned = k % 8 == 0 and pointer(weight) % 16 == 0
     plan = _plan(variant, CTYPES[x.dtype], CTYPES[out_dtype], rows, n, k, aligned, variants.Gpu.of(_device()))
@@ -187,9 +248,9 @@ def _linear(
     if plan.weight_ready:
         arguments += (int(static_weight),)
     plan.kernel(plan.grid, plan.block, arguments, shared_mem=plan.shared_mem, pdl=plan.pdl)
-    if kinds is not None:
+    if given is not None:
         _PLANS.keep(
-            *kinds, plan.kernel, plan.grid, plan.block, arguments, target, shared_mem=plan.shared_mem, pdl=plan.pdl
+            *given, plan.kernel, plan.grid, plan.block, arguments, target, shared_mem=plan.shared_mem, pdl=plan.pdl
         )
     return target
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from .swiglu import swiglu
+
 __all__ = ["linear"]
 
 # Elements of the weight converted to float32 at a time (16 MB): a vocabulary-sized weight is never held twice.
@@ -18,6 +20,7 @@ def linear(
     *,
     bias: np.ndarray | None = None,
     residual: np.ndarray | None = None,
+    activation: str | None = None,
     dtype: Any = None,
     out: np.ndarray | None = None,
     static_weight: bool = False,
@@ -35,6 +38,8 @@ def linear(
         Added before the result is rounded.
     residual : ndarray [..., N], optional
         float32 (or float64); ``residual += y`` in place, and ``residual`` is returned.
+    activation : {None, "swiglu"}
+        "swiglu": of y, rounded, the first half is the gate and the second is up; the result is [..., N / 2].
     dtype : dtype, optional
         Of the result; default that of ``out``, else of ``x``. The value is rounded once, at the end.
     out : ndarray [..., N], optional
@@ -50,8 +55,12 @@ def linear(
     Raises
     ------
     ValueError
-        Shapes that do not fit together.
+        Shapes that do not fit together, an unknown activation.
     """
+    if activation is not None:
+        if activation != "swiglu" or residual is not None:
+            raise ValueError(f'linear: activation must be None or "swiglu", without residual, got {activation!r}')
+        return swiglu(linear(x, weight, bias=bias, dtype=dtype), out=out)
     if weight.ndim != 2 or x.ndim < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"linear: x {x.shape} and weight {weight.shape} do not fit: expected [..., K] and [N, K]")
     n, k = weight.shape

@@ -3,6 +3,7 @@
 // 16 w + g + 8 (e >> 1), column 8 j + 2 t + (e & 1). N is a multiple of 8, so a group of eight columns is whole or absent.
 // Test: tests/test_linear_sm90.py
 #pragma once
+#include "common/swiglu.cuh"
 #include "common/types.cuh"
 
 // Tiles that are worked on together share rows of x and of w in L2: down `group` rows of tiles, then one column to the right.
@@ -46,6 +47,17 @@ __device__ __forceinline__ void add_bias(float (&v)[Columns / 2], const float *b
     v[j * 4 + 2] += b0;
     v[j * 4 + 3] += b1;
   }
+}
+
+// y = silu(gate) * up of a product whose columns are eight of the gate and eight of up in turn; both are rounded to T first,
+// which is what swiglu.cu reads.
+template <class T, int Columns>
+__device__ __forceinline__ void gate_columns(const float (&v)[Columns / 2], float (&y)[Columns / 4]) {
+#pragma unroll
+  for (int j = 0; j < Columns / 16; ++j)
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      y[4 * j + e] = silu_mul(to_float(from_float<T>(v[8 * j + e])), to_float(from_float<T>(v[8 * j + 4 + e])));
 }
 
 template <int Columns>

@@ -22,6 +22,15 @@ __device__ __forceinline__ void tma_load_2d(void *smem, const TensorMap *map, u6
       : "memory");
 }
 
+// A box of a tensor of four dimensions, first element at (c0, .. c3), c0 innermost.
+__device__ __forceinline__ void tma_load_4d(void *smem, const TensorMap *map, u64 *barrier, int c0, int c1, int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}],"
+      " [%2];" ::"r"(shared_address(smem)),
+      "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+
 // A box of a tensor of five dimensions, first element at (c0, .. c4), c0 innermost.
 __device__ __forceinline__ void tma_load_5d(void *smem, const TensorMap *map, u64 *barrier, int c0, int c1, int c2, int c3,
                                             int c4) {
@@ -39,6 +48,16 @@ __device__ __forceinline__ void tma_load_2d_multicast(void *smem, const TensorMa
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
       " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(smem)),
       "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row), "h"(blocks)
+      : "memory");
+}
+
+// The box of tma_load_4d, likewise.
+__device__ __forceinline__ void tma_load_4d_multicast(void *smem, const TensorMap *map, u64 *barrier, int c0, int c1, int c2,
+                                                      int c3, unsigned short blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared_address(smem)),
+      "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(blocks)
       : "memory");
 }
 
