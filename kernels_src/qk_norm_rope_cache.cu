@@ -15,6 +15,7 @@
 // A negative slot (or one past the cache) skips the writes of k and v. A position outside the table makes q and k NaN.
 #include "common/head_norm.cuh"
 #include "common/paged.cuh"
+#include "ptx/pdl.cuh"
 
 constexpr int WIDTH = HEAD_WIDTH;
 
@@ -24,6 +25,8 @@ __global__ void __launch_bounds__(256)
                        const float *table, T *k_cache, T *v_cache, const i64 *slots, T *out, int num_heads,
                        int num_kv_heads, int dim, int lanes, int blocks_per_token, i64 length, int block_size,
                        i64 num_slots, float eps) {
+  grid_dependency_launch();
+  grid_dependency_wait();
   const int heads = num_heads + 2 * num_kv_heads, half = dim / 2;
   const i64 token = blockIdx.x / (u32)blocks_per_token;
   const int part = blockIdx.x % (u32)blocks_per_token;

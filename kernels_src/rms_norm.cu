@@ -15,6 +15,7 @@
 #include "common/reduce.cuh"
 #include "common/rows.cuh"
 #include "common/types.cuh"
+#include "ptx/pdl.cuh"
 
 constexpr int STEP = 1024;         // columns that the 256 virtual lanes cover once
 constexpr int ROWS_PER_BLOCK = 4;  // where Warps = 1
@@ -90,6 +91,8 @@ __global__ void __launch_bounds__(Warps == 1 ? 32 * ROWS_PER_BLOCK : 32 * Warps,
   typedef typename Either<Residual, float, X>::type H;  // what is normalised, as it stays in registers
 
   __shared__ float groups[8];
+  grid_dependency_launch();
+  grid_dependency_wait();
   const i64 row = Warps == 1 ? (i64)blockIdx.x * ROWS_PER_BLOCK + (threadIdx.x >> 5) : (i64)blockIdx.x;
   if (row >= rows) return;  // a whole warp, where rows take one warp and no barrier
   const int first = (Warps == 1 ? threadIdx.x & 31 : threadIdx.x) * Width;

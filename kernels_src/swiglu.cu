@@ -7,12 +7,15 @@
 // Measured: 93 % of a copy (8192 x 12288); H200, docs/performance.md
 #include "common/rows.cuh"
 #include "common/swiglu.cuh"
+#include "ptx/pdl.cuh"
 
 constexpr int THREADS = 256;
 constexpr int UNROLL = 2;  // vectors of a thread: twice as many 16-byte loads in flight
 
 template <class T, int Width>
 __global__ void __launch_bounds__(THREADS) swiglu(const T *gate_up, T *out, i64 rows, u32 width) {
+  grid_dependency_launch();
+  grid_dependency_wait();
   RowWalk at((i64)blockIdx.x * (THREADS * UNROLL) + threadIdx.x, THREADS, width);
   Vec<T, Width> gate[UNROLL], up[UNROLL];
   i64 target[UNROLL];

@@ -156,9 +156,9 @@ def qk_norm_rope_cache(
     launch = kernel("qk_norm_rope_cache.cu", "qk_norm_rope_cache", (CTYPES[qkv.dtype], INDICES[positions.dtype]))
     grid, block = (tokens * blocks_per_token,), (threads,)
     arguments = (*sources, k_cache, v_cache, contiguous(slot_mapping, place), out, *sizes, eps)
-    launch(grid, block, arguments)
+    launch(grid, block, arguments, pdl=True)
     if simple and place.kind == "cuda":
-        _PLANS.keep(given, options, launch, grid, block, arguments, out, extra=k_cache.nbytes)
+        _PLANS.keep(given, options, launch, grid, block, arguments, out, extra=k_cache.nbytes, pdl=True)
     return out
 
 

@@ -124,9 +124,9 @@ def rms_norm(
     k = kernel("rms_norm.cu", "rms_norm", template)
     grid, block = (ceil_div(rows, rows_per_block),), (32 * warps,)
     arguments = (contiguous(x, place), contiguous(weight, place), residual, out, rows, columns, eps)
-    k(grid, block, arguments)
+    k(grid, block, arguments, pdl=True)
     if simple and place.kind == "cuda":
-        _PLANS.keep(given, (eps, dtype), k, grid, block, arguments, out)
+        _PLANS.keep(given, (eps, dtype), k, grid, block, arguments, out, pdl=True)
     return out
 
 

@@ -69,9 +69,9 @@ def swiglu(gate_up: Array, *, out: Array | None = None) -> Array:
     k = kernel("swiglu.cu", "swiglu", (CTYPES[gate_up.dtype], width))
     grid = (ceil_div(rows * (columns // width), _VECTORS_PER_BLOCK),)
     arguments = (contiguous(gate_up, place), out, rows, columns // width)
-    k(grid, (256,), arguments)
+    k(grid, (256,), arguments, pdl=True)
     if simple and place.kind == "cuda":
-        _PLANS.keep(given, None, k, grid, (256,), arguments, out)
+        _PLANS.keep(given, None, k, grid, (256,), arguments, out, pdl=True)
     return out
 
 
