@@ -37,7 +37,7 @@ def test_a_published_model_launches_what_is_compiled_ahead(dtype: Any) -> None:
     registry.reload()
     model = make_model(cupy, "0.6B", np.dtype(dtype), layers=_LAYERS)
     rng = np.random.default_rng(0)
-    for batch, length in ((1, 4), (1, 17), (1, 100), (1, 600), (1, 2100), (4, 300), (40, 20)):
+    for batch, length in ((1, 4), (1, 17), (1, 100), (1, 600), (1, 1500), (1, 2100), (4, 300), (40, 20)):
         llm = cukern.LLM(
             model, num_blocks=batch * (length // 64 + 2), block_size=64, max_num_seqs=batch, max_model_len=length + 8
         )
