@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import math
 import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -546,8 +547,8 @@ def test_all_parts_in_order(monkeypatch, tmp_path):
     monkeypatch.setattr("cukern.testing.checkpoints.make_checkpoint", lambda path, *a: path)
 
     class Bench:
-        def __init__(self, folder, dtype, name, torch, transformers):
-            assert folder.is_dir()
+        def __init__(self, folder, dtype, name, torch, transformers, *, model):
+            done.append(model or f"folder {folder.is_dir()}")
 
         def logits(self, lengths):
             done.append("model")
@@ -571,6 +572,15 @@ def test_all_parts_in_order(monkeypatch, tmp_path):
     lines = []
     path = tmp_path / "x.csv"
     assert run(Options(operators=("rope",), csv=path, echo=lines.append, peers=False)) == 1
-    assert done == ["rope", "portable", "exactness", "startup", "model", "prefill", "decode", "whole model"]
+    assert done == [
+        *("rope", "portable", "exactness", "startup", "folder True"),
+        *("model", "prefill", "decode", "whole model"),
+    ]
     assert lines[-1] == "8 cases, 1 FAIL, 0 unchecked"
     assert len(path.read_text().splitlines()) == 9
+    # random weights on the GPU where no part reads a checkpoint
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr("cukern.bench.random_model.make_model", lambda cupy, name, dtype: f"{name} {dtype}")
+    done.clear()
+    assert run(Options(parts=("prefill",), model="8B", echo=lines.append, peers=False)) == 0
+    assert done == ["8B float16", "prefill"]

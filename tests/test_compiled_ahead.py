@@ -32,7 +32,7 @@ def _described(file: str, name: str, template: tuple[Any, ...], defines: Any) ->
 def test_a_published_model_launches_what_is_compiled_ahead(dtype: Any) -> None:
     import cupy
 
-    from cukern.bench.tune_decode import make_model
+    from cukern.bench.random_model import make_model
 
     registry.reload()
     model = make_model(cupy, "0.6B", np.dtype(dtype), layers=_LAYERS)

@@ -97,7 +97,7 @@ def gpu_model(dtype: str, layers: int | None = 4) -> cukern.Qwen3:
     import cupy
     import ml_dtypes
 
-    from cukern.bench.tune_decode import make_model
+    from cukern.bench.random_model import make_model
 
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     return make_model(cupy, "0.6B", kind, layers, max_positions=4096 + 64)

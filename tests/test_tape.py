@@ -266,7 +266,7 @@ def test_equal_bits_on_a_gpu(replays: list[int]) -> None:
     """Replayed layers against the operators, for prompts of several lengths and two of them at once."""
     import cupy
 
-    from cukern.bench.tune_decode import make_model
+    from cukern.bench.random_model import make_model
 
     model = make_model(cupy, "0.6B", HALF, 5, max_positions=600)
     generator = np.random.default_rng(0)

@@ -44,10 +44,19 @@ class ModelBench:
     torch, transformers : module or None
         The peer, where it can be imported.
     device : str
+    model : Qwen3, optional
+        Instead of a checkpoint, which only transformers needs then.
     """
 
     def __init__(
-        self, folder: Path, dtype: str, name: str, torch: Any = None, transformers: Any = None, device: str = "cuda"
+        self,
+        folder: Path | None,
+        dtype: str,
+        name: str,
+        torch: Any = None,
+        transformers: Any = None,
+        device: str = "cuda",
+        model: Any = None,
     ) -> None:
         import cukern
 
@@ -55,7 +64,11 @@ class ModelBench:
         self.torch = torch
         self._torch: Any = torch if transformers is not None else None
         self.transformers_model = transformers
-        self.model = cukern.Qwen3.from_pretrained(folder, dtype=dtype, device=device)
+        if model is None:
+            if folder is None:
+                raise ValueError("ModelBench: give a folder or a model")
+            model = cukern.Qwen3.from_pretrained(folder, dtype=dtype, device=device)
+        self.model = model
         self._half: Any = None
         self._peer_problem = ""
         self._peer_device = "cuda" if self.model.device.kind == "cuda" else "cpu"

@@ -122,9 +122,10 @@ def run(options: Options) -> int:
                 report.add(row)
                 cupy.get_default_memory_pool().free_all_blocks()
         if set(options.parts) - {"ops", "portable"}:
-            folder = _checkpoint(
-                options, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cukern-bench-")))
-            )
+            folder = None
+            if not _in_memory(options, transformers):
+                scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="cukern-bench-"))
+                folder = _checkpoint(options, Path(scratch))
             for rows in _model_parts(options, folder, torch, transformers, machine.get("gpu", "")):
                 for row in rows:
                     report.add(row)
@@ -182,12 +183,26 @@ def _time_peers(
     return times, notes
 
 
-def _model_parts(options: Options, folder: Path, torch: Any, transformers: Any, gpu: str) -> Any:
-    if "startup" in options.parts:  # first: the GPU's memory is still free
+def _in_memory(options: Options, transformers: Any) -> bool:
+    """Whether random weights on the GPU will do: nothing reads a checkpoint."""
+    from cukern.testing.checkpoints import QWEN3_SHAPES
+
+    return options.model in QWEN3_SHAPES and transformers is None and "startup" not in options.parts
+
+
+def _model_parts(options: Options, folder: Path | None, torch: Any, transformers: Any, gpu: str) -> Any:
+    if folder is not None and "startup" in options.parts:  # first: the GPU's memory is still free
         yield startup(folder, options.dtype, options.model)
     if not set(options.parts) & {"model", "prefill", "decode", "exactness"}:
         return
-    bench = ModelBench(folder, options.dtype, options.model, torch, transformers)
+    model = None
+    if folder is None:
+        import cupy
+
+        from cukern.bench.random_model import make_model
+
+        model = make_model(cupy, options.model, _numpy_dtype(options.dtype))
+    bench = ModelBench(folder, options.dtype, options.model, torch, transformers, model=model)
     if "model" in options.parts:
         yield bench.logits((512, 2048))
     if "prefill" in options.parts:
