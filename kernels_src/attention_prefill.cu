@@ -6,7 +6,8 @@
 // Bound     tensor cores: 4 * D flops per query-key pair. Every warp reads K and V from shared memory by itself, 256
 //           bytes per mma of 16 rows, so 128 bytes a cycle limit an SM to half of its dense rate.
 // Launch    one CTA per (query tile of Rows, head); grid.x = slots * Hq, no host knowledge of the lengths: a packed
-//           batch has T / Rows + B slots and each CTA searches cu_seqlens for its own; long causal tiles go first.
+//           batch has T / Rows + B slots and each CTA searches cu_seqlens for its own; long causal tiles go first. So many
+//           pairs of sequence and key/value head are worked on `together` that their keys and values stay in L2.
 // Template  T half | bf16; D multiple of 16 up to 256; Paged; Warps 4 | 8; Stages of K/V tiles 1 | 2; Chunk (numerics).
 //           D <= 128: a warp owns 16 query rows. D > 128 (8 warps, 1 stage): two warps share 16 rows; both compute all
 //           scores, each owns half of the columns of V. Shared memory: (Rows + 2 * Stages * 64) * D * 2 bytes, at most
@@ -132,7 +133,7 @@ __global__ void __launch_bounds__(Warps * 32, Warps == 4 ? (D <= 64 ? 3 : 2) : 1
     attention_prefill(const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v, T *__restrict__ out,
                       float *__restrict__ lse, const int *__restrict__ cu_q, const int *__restrict__ cu_k,
                       const int *__restrict__ tables, const int *__restrict__ seq_lens, int batch, int q_tokens,
-                      int kv_tokens, int num_heads, int group, i64 q_sequence, int q_token, int q_head, i64 k_sequence,
+                      int kv_tokens, int num_heads, int group, int together, i64 q_sequence, int q_token, int q_head, i64 k_sequence,
                       int k_token, int k_head, i64 v_sequence, int v_token, int v_head, int max_blocks, int page_shift,
                       int num_blocks, int causal, float scale, float c) {
   constexpr int Split = D > 128 ? 2 : 1, Rows = 16 * Warps / Split, Threads = Warps * 32;
@@ -147,14 +148,15 @@ __global__ void __launch_bounds__(Warps * 32, Warps == 4 ? (D <= 64 ? 3 : 2) : 1
   T *const s_q = reinterpret_cast<T *>(shared), *const s_k = s_q + Rows * D, *const s_v = s_k + Stages * TILE * D;
 
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int head = blockIdx.x % num_heads, slot = blockIdx.x / num_heads;
-  int b, tile;
-  if (cu_q != nullptr) {
-    find_tile<Rows>(cu_q, batch, slot, b, tile);
-  } else {
-    b = slot % batch;
-    tile = ceil_div(q_tokens, Rows) - 1 - slot / batch;
-  }
+  // pair: a key/value head, or one of a sequence; tiles (or slots) of `together` pairs, then those of the next ones
+  const int kv_heads = num_heads / group, pairs = cu_q != nullptr ? kv_heads : batch * kv_heads;
+  const u32 count = cu_q != nullptr ? gridDim.x / num_heads : ceil_div(q_tokens, Rows);
+  const u32 section = blockIdx.x / (count * group * together), first = section * together;
+  const u32 width = min((u32)together, pairs - first) * group, rest = blockIdx.x - first * count * group;
+  const u32 pair = first + rest % width / group;
+  const int kv_head = pair % kv_heads, head = kv_head * group + rest % width % group;
+  int b = pair / kv_heads, tile = (int)count - 1 - (int)(rest / width);
+  if (cu_q != nullptr) find_tile<Rows>(cu_q, batch, rest / width, b, tile);
   // Lengths are clamped to the arrays: a wrong cu_seqlens or seq_lens on the device must not reach other memory.
   const int q_begin = cu_q != nullptr ? min(max(cu_q[b], 0), q_tokens) : 0;
   const int n = (cu_q != nullptr ? min(cu_q[b + 1], q_tokens) : q_tokens) - q_begin;
@@ -167,7 +169,7 @@ __global__ void __launch_bounds__(Warps * 32, Warps == 4 ? (D <= 64 ? 3 : 2) : 1
     len = max(min(cu_k[b + 1], kv_tokens) - k_begin, 0);
   }
 
-  const int row0 = tile * Rows, kv_head = head / group;
+  const int row0 = tile * Rows;
   const T *const q_rows =
       q + (cu_q != nullptr ? 0 : b * q_sequence) + (i64)(q_begin + row0) * q_token + (i64)head * q_head;
   const bool dense_kv = !Paged && cu_k == nullptr;

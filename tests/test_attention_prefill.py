@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -164,6 +166,34 @@ def test_packed(backend: Any, rng: np.random.Generator, causal: bool) -> None:
     want, want_lse = reference(*wide(q, k, v), causal=causal, return_lse=True, **index)
     assert_close("attention", out, want)
     assert_close("attention", lse, want_lse)
+
+
+def test_order_of_the_work_does_not_show(
+    backend: Any, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever number of sequences and heads is worked on together, everything is done once."""
+    module = importlib.import_module("cukern.ops.attention_prefill")
+    variant, n = Variant(4, 2), [70, 0, 129]
+    ragged = tuple(backend.put(normal(rng, (sum(n), heads, 64), np.float16)) for heads in (6, 3, 3))
+    whole = tuple(map(backend.put, dense(rng, 2, 130, 6, 3, 64, np.float16)))
+    for arrays, options, most in ((whole, {}, 6), (ragged, {"cu_seqlens_q": backend.put(starts(n))}, 3)):
+        results = []
+        for together in range(1, most + 1):
+            monkeypatch.setattr(module, "_together", lambda *_, n=together: n)
+            out = backend.put(np.full(arrays[0].shape, np.nan, np.float16))
+            results.append(backend.get(_attention_prefill_variant(variant, *arrays, out=out, **options)))
+            np.testing.assert_array_equal(bits(results[-1]), bits(results[0]))
+        want = reference(*wide(*map(backend.get, arrays)), **{k: backend.get(v) for k, v in options.items()})
+        assert_close("attention", results[0], want)
+
+
+def test_as_many_together_as_fit_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("cukern.ops.attention_prefill")
+    monkeypatch.setattr(module, "device", lambda: SimpleNamespace(l2_bytes=10 << 20))
+    assert module._together(8, 8, 2048, 256) == 4  # of 1 MB each in 4 MB
+    assert module._together(1, 2, 2048, 256) == 2
+    assert module._together(8, 8, 1 << 20, 256) == 1
+    assert module._together(8, 8, 0, 256) == 64
 
 
 def test_packed_leaves_rows_past_the_end_alone(backend: Any, rng: np.random.Generator) -> None:

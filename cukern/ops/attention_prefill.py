@@ -38,6 +38,7 @@ __all__ = ["Variant", "attention_prefill", "candidates", "kernel_variants"]
 
 _NAME = "attention_prefill"
 _PLANS = Plans()
+_L2_SHARE = 0.4  # queries and results pass through it too, and each half of it holds what its multiprocessors read
 
 
 @dataclass(frozen=True)
@@ -295,6 +296,7 @@ def _launch(
     slots = batch * -(-tokens // rows) if dense else tokens // rows + batch
     if slots * heads >= 2**31:
         raise ValueError(f"{_NAME}: q has shape {tuple(q.shape)}, too many (token, head) pairs for one launch")
+    keys = tables.shape[1] * k.shape[2] if tables is not None else k.shape[-3]
     program = kernel("attention_prefill.cu", _NAME, variant.template(CTYPES[q.dtype], head_dim, paged))
     grid, block, shared_mem = (slots * heads,), (variant.warps * 32,), variant.shared_mem(head_dim)
     arguments = (
@@ -312,6 +314,7 @@ def _launch(
         0 if paged else k.shape[-3],
         heads,
         heads // kv_heads,
+        _together(batch if dense else 1, kv_heads, keys, head_dim * q.dtype.itemsize),
         *strides[0],
         *strides[1],
         *strides[2],
@@ -324,6 +327,12 @@ def _launch(
     )
     program(grid, block, arguments, shared_mem=shared_mem)
     return program, grid, block, arguments, shared_mem, None
+
+
+def _together(sequences: int, kv_heads: int, keys: int, row_bytes: int) -> int:
+    """Pairs of sequence and key/value head whose keys and values fit in `_L2_SHARE` of the L2 cache."""
+    pairs = int(_L2_SHARE * device().l2_bytes) // max(2 * keys * row_bytes, 1)
+    return min(max(pairs, 1), sequences * kv_heads)
 
 
 def _check(

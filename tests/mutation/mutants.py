@@ -371,7 +371,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "      __syncthreads();  // V of tile t",
         "      // V of tile t",
     ),
-    Mutant("attention_prefill.cu", "wrong key head", "kv_head = head / group", "kv_head = head % (num_heads / group)"),
+    Mutant(
+        "attention_prefill.cu",
+        "wrong key head",
+        "head = kv_head * group + rest % width % group",
+        "head = rest % width % group * kv_heads + kv_head",
+    ),
     Mutant(
         "attention_prefill.cu",
         "query past the sequence stored",
