@@ -326,14 +326,14 @@ def test_model_rows_without_peers(bench):
 
 
 def test_decode_rows(bench):
-    cases = decode_cases((1, 3), (5,), ("greedy", "sampled"))
+    cases = decode_cases((1, 3), (25,), ("greedy", "sampled"))
     rows = list(DecodeBench(bench, "NVIDIA H200", steps=8).rows(cases))
     assert [r.case for r in rows] == [
-        "demo B1 ctx5 greedy", "demo B1 ctx5 sampled", "demo B3 ctx5 greedy", "demo B3 ctx5 sampled",
+        "demo B1 ctx25 greedy", "demo B1 ctx25 sampled", "demo B3 ctx25 greedy", "demo B3 ctx25 sampled",
     ]  # fmt: skip
     assert [r.status for r in rows] == ["ok"] * 4
     weights = bench.model.config.num_parameters * 4
-    assert rows[2].nbytes == weights + 3 * (5 + 8 + 4) * (2 * 4 * 2 * 128 * 4)
+    assert rows[2].nbytes == weights + 3 * 25 * (2 * 4 * 2 * 128 * 4)
     assert "tokens/s" in rows[0].note
     assert "% of 4.8 TB/s" in rows[0].note
     assert "no CUDA graphs: not on a GPU" in rows[0].note

@@ -35,7 +35,9 @@ _DATA_SHEET = {"H200": 4.8e12, "H100": 3.35e12, "B200": 8.0e12, "A100": 2.04e12}
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """``batch`` sequences of ``context`` tokens; ``sampling`` names one of SAMPLINGS."""
+    """``batch`` sequences of ``context`` cached tokens, in the middle of the steps that are timed; ``sampling`` names one
+    of SAMPLINGS.
+    """
 
     batch: int
     context: int
@@ -87,11 +89,12 @@ class DecodeBench:
     def _row(self, case: DecodeCase) -> Row:
         bench = self._bench
         llm = self._llm(case)
-        prompts = [bench.prompt(case.context, seed=i).tolist() for i in range(case.batch)]
+        # every step makes the context a token longer
+        length = max(1, case.context - _WARM - self._steps // 2)
+        prompts = [bench.prompt(length, seed=i).tolist() for i in range(case.batch)]
         microseconds, device = self._time(llm, prompts, case)
         different, compared = self._check(llm, prompts, case)
-        # The context in the middle of the timed steps.
-        keys = case.context + _WARM + self._steps / 2
+        keys = length + _WARM + self._steps // 2
         nbytes = bench.weight_bytes() + case.batch * keys * bench.kv_bytes()
         notes = [f"{case.batch / microseconds * 1e6:.0f} tokens/s"]
         if self._paper is not None:
