@@ -462,7 +462,7 @@ def test_exactness_rows(monkeypatch):
 
 def test_portable_rows():
     """The peers that count are named; the mean of a group's ratios is printed."""
-    case = Case("linear", "qkv", partial(_linear, case=LinearCase("x", "qkv", 5, 48, 96, 2)), "linear x M5")
+    case = Case("linear", "qkv", partial(_linear, case=LinearCase("x", "qkv", 5, 48, 96, 2)), ("linear x M5",))
     prepared = case.prepare(Arrays(np, np.float16, rotate=False))
     prepared.peers = lambda torch: {"flash": [lambda: None], "cuDNN": [lambda: None]}
     times = iter([9.0, 40.0, 11.0])

@@ -50,12 +50,14 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Case:
-    """A named piece of work; ``prepare`` makes its inputs. Of a ``group`` the mean ratio to the peer is printed."""
+    """A named piece of work; ``prepare`` makes its inputs. Of each of ``groups`` the mean ratio to the peer is
+    printed.
+    """
 
     operator: str
     label: str
     prepare: Callable[[Arrays], Prepared]
-    group: str = ""
+    groups: tuple[str, ...] = ()
 
 
 class Arrays:

@@ -35,9 +35,7 @@ _DATA_SHEET = {"H200": 4.8e12, "H100": 3.35e12, "B200": 8.0e12, "A100": 2.04e12}
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """``batch`` sequences of ``context`` cached tokens, in the middle of the steps that are timed; ``sampling`` names one
-    of SAMPLINGS.
-    """
+    """``batch`` sequences of ``context`` tokens in the middle of the timed steps; ``sampling`` is one of SAMPLINGS."""
 
     batch: int
     context: int

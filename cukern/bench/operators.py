@@ -66,11 +66,12 @@ def product_cases(
     found = []
     for c in linear_cases(models, rows):
         label = f"{c.model} {c.layer} M{c.m} N{c.n} K{c.k}"
-        plain = replace(c, out_bytes=2) if c.out_bytes == 8 else c
-        found.append(Case("linear", label, partial(_linear, case=plain), f"linear {c.model} M{c.m}"))
+        plain, called = f"linear {c.model} M{c.m}", f"linear {c.model} M{c.m} as the model calls it"
         if c.out_bytes == 8:
-            group = f"linear {c.model} M{c.m} +residual"
-            found.append(Case("linear", f"{label} +residual", partial(_linear, case=c), group))
+            found.append(Case("linear", label, partial(_linear, case=replace(c, out_bytes=2)), (plain,)))
+            found.append(Case("linear", f"{label} +residual", partial(_linear, case=c), (called,)))
+        else:
+            found.append(Case("linear", label, partial(_linear, case=c), (plain, called)))
     return found
 
 

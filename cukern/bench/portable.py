@@ -86,7 +86,7 @@ def portable(
                 prepared.flops,
                 prepared.check(),
                 prepared.limit,
-                group=case.group and f"portable {case.group}",
+                groups=tuple(f"portable {group}" for group in case.groups),
             )
         try:
             peers = prepared.peers(torch) if torch is not None else {}

@@ -40,7 +40,7 @@ class Row:
     peer, peer_microseconds
         The best other implementation timed in the same process.
     note : str
-    group : str
+    groups : tuple of str
         Rows of a group have a mean ratio to the peer (`Report.means`).
     """
 
@@ -55,7 +55,7 @@ class Row:
     peer: str = ""
     peer_microseconds: float | None = None
     note: str = ""
-    group: str = ""
+    groups: tuple[str, ...] = ()
 
     @property
     def status(self) -> str:
@@ -184,8 +184,9 @@ class Report:
         """A line for each group: the geometric mean of its ratios to the peer."""
         groups: dict[str, list[float]] = {}
         for row in self.rows:
-            if row.group and row.ratio is not None:
-                groups.setdefault(row.group, []).append(row.ratio)
+            if (ratio := row.ratio) is not None:
+                for group in row.groups:
+                    groups.setdefault(group, []).append(ratio)
         return [
             f"geometric mean of {len(ratios)}: {group}: {statistics.geometric_mean(ratios):.3f} x peer"
             for group, ratios in groups.items()

@@ -154,7 +154,7 @@ def measure(
         flops=prepared.flops,
         error=error,
         limit=prepared.limit,
-        group=case.group,
+        groups=case.groups,
     )
     times, notes = _time_peers(prepared, microseconds, torch)
     if times:

@@ -19,7 +19,7 @@ import numpy as np
 
 from cukern.ops import _attention_sm90 as hopper
 from cukern.ops._attention_sm90 import HopperVariant
-from cukern.ops.attention_decode import _attention_decode_splits, select_splits
+from cukern.ops.attention_decode import _attention_decode_splits, resident_blocks, select_splits
 from cukern.ops.attention_prefill import Variant, _attention_prefill_variant, attention_prefill, candidates, select
 from cukern.reference.attention_decode import attention_decode as reference_decode
 from cukern.reference.attention_prefill import attention_prefill as reference_prefill
@@ -197,9 +197,7 @@ def time_prefill(cupy: Any, dtype: Any, head_dim: int, heads: int, kv_heads: int
 
 def time_decode(cupy: Any, dtype: Any, head_dim: int, heads: int, kv_heads: int, rounds: int) -> None:
     """A table of microseconds and GB/s: the chosen number of splits, and others."""
-    from cukern.jit import device
-
-    sm_count = device().sm_count
+    resident = resident_blocks(head_dim, heads // kv_heads)
     print(f"decode us and GB/s, {heads}/{kv_heads} heads, D={head_dim}, pages of {_PAGE}; * chosen; splits in brackets")
     for batch, length in _DECODE:
         per_copy = 4 * batch * length * kv_heads * head_dim
@@ -209,7 +207,7 @@ def time_decode(cupy: Any, dtype: Any, head_dim: int, heads: int, kv_heads: int,
         q = _normal(cupy, (batch, heads, head_dim), dtype, 11)
         out = cupy.empty_like(q)
         items, chunks = batch * kv_heads, -(-length // 128)
-        chosen = min(select_splits(items, chunks, sm_count), chunks)
+        chosen = min(select_splits(items, chunks, resident), chunks)
         line = []
         for splits in sorted({1, 2, max(1, chosen // 2), chosen, min(2 * chosen, chunks), min(4 * chosen, chunks)}):
             if splits > chunks or (splits == 1 and batch == 1 and length > 4096):
