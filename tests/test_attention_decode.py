@@ -11,9 +11,11 @@ from paging import UNUSED, Paged, bits, normal, random_pages, starts
 
 import cukern
 from cukern.ops.attention_decode import (
+    _attention_decode_blocks,
     _attention_decode_splits,
     attention_decode,
     kernel_variants,
+    select_blocks,
     select_splits,
     shared_bytes,
 )
@@ -177,13 +179,35 @@ def test_neighbours_do_not_change_bits(backend: Any, rng: np.random.Generator) -
         np.testing.assert_array_equal(bits(out[0]), bits(batched[b]), err_msg=f"sequence {b}")
 
 
+@pytest.mark.parametrize("longest", [300, 700])
+def test_sequences_of_a_block(backend: Any, rng: np.random.Generator, longest: int) -> None:
+    """Several sequences to a block: a warp to each if all are short, else all warps to one after the other."""
+    lengths = [190, 0, 1, longest, 127, 128, 129, 64, 257]
+    cache = random_pages(rng, lengths, 2, 32, 16, np.float16)
+    q = normal(rng, (len(lengths), 6, 32), np.float16)
+    args = arguments(backend, q, cache)
+    want, want_lse = map(backend.get, _attention_decode_blocks(18, *args, return_lse=True))
+    assert_close("attention", want, oracle(q, cache)[0])
+    for blocks in (1, 2, 4, 7):
+        got, lse = _attention_decode_blocks(blocks, *args, return_lse=True)
+        np.testing.assert_array_equal(bits(backend.get(got)), bits(want), err_msg=f"{blocks} blocks")
+        np.testing.assert_array_equal(bits(backend.get(lse)), bits(want_lse), err_msg=f"{blocks} blocks")
+        bounded, lse = _attention_decode_blocks(blocks, *args, return_lse=True, max_seq_len=256)
+        long = np.asarray(lengths) > 256
+        assert np.isnan(backend.get(bounded)[long]).all()
+        assert np.isnan(backend.get(lse)[long]).all()
+        np.testing.assert_array_equal(bits(backend.get(bounded)[~long]), bits(want[~long]))
+
+
 def test_thread_order_does_not_change_bits(rng: np.random.Generator) -> None:
     cache = random_pages(rng, [200], 1, 64, 16, np.float16)
     args = (normal(rng, (1, 2, 64), np.float16), cache.k_cache, cache.v_cache, cache.tables, cache.seq_lens)
+    twice = [np.concatenate([args[i]] * 2) for i in (0, 3, 4)]  # a block of two sequences
     results = []
     for order in ("up", "down", "random"):
         with cukern.emulate(check=True, order=order):
             results += [_attention_decode_splits(splits, *args) for splits in (1, 2)]
+            results.append(_attention_decode_blocks(1, twice[0], *args[1:3], *twice[1:])[1:])
     for result in results[1:]:
         np.testing.assert_array_equal(bits(result), bits(results[0]))
 
@@ -359,10 +383,14 @@ def test_wrong_values_on_the_host() -> None:
 
 
 def test_launch_rule() -> None:
-    """One wave of two CTAs an SM, at most one CTA a chunk, at least one."""
-    assert select_splits(8, 1, 132) == 1
-    assert select_splits(8, 256, 132) == 33
-    assert select_splits(8, 10, 132) == 10
-    assert select_splits(512, 256, 132) == 1
-    assert all(shared_bytes(d) <= 99 << 10 for d in range(16, 257, 16))
+    """At least one block an item, at most one a chunk; many items are shared out to twice what the GPU holds."""
+    assert select_splits(8, 1, 264) == 1
+    assert select_splits(8, 256, 264) == 33
+    assert select_splits(8, 10, 264) == 10
+    assert select_splits(512, 256, 264) == 1
+    assert select_blocks(512, 264) == 512
+    assert select_blocks(2048, 264) == 512
+    assert select_blocks(1 << 20, 264) == 528
+    assert select_blocks(7, 264) == 7
+    assert all(shared_bytes(d, group) <= 99 << 10 for d in range(16, 257, 16) for group in (1, 2, 4, 8, 16))
     assert len(set(kernel_variants())) == len(kernel_variants())

@@ -135,7 +135,7 @@ class Plans:
             if not taken.issuperset(p for p in seen[1] if p):  # a copy was made of an argument
                 return
         first = kernel._repeated(grid, block, arguments, **launch)
-        last = None if second is None else second[0]._repeated(*second[1:])
+        last = None if second is None else second[0]._repeated(*second[1:], pdl=bool(launch.get("pdl")))
         if first is None or (last is None and second is not None):
             return
         if len(self._plans) >= _MOST_PLANS:

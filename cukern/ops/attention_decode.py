@@ -16,15 +16,17 @@ from cukern.ops._attention import (
     strided,
 )
 from cukern.ops._fast import Plans
-from cukern.ops._numerics import ATTN_CHUNK, ATTN_TILE
+from cukern.ops._numerics import ATTN_CHUNK
 from cukern.reference.attention_decode import attention_decode as reference_attention_decode
 
 __all__ = ["attention_decode", "kernel_variants"]
 
 _NAME = "attention_decode"
 _PLANS = Plans()
-_THREADS = 256
-_CTAS_PER_SM = 2
+_WARPS = 4
+_HEADS = 8  # query heads of a block
+_SLOTS = 2  # of a warp's ring
+_MOST_ITEMS = 32  # of a block: one a lane
 
 _Made = tuple[Kernel, tuple[int], tuple[int], tuple[Any, ...]]
 """A launch: kernel, grid, block, arguments."""
@@ -57,7 +59,7 @@ def attention_decode(
     k_cache, v_cache : array [num_blocks, Hkv, block_size, D]
         Hq is a multiple of Hkv; block_size 16, 32, 64, 128 or 256.
     block_tables : array [B, max_blocks], int32
-        Blocks of each sequence in order. Columns past its length are not read.
+        Blocks of each sequence in order. Columns past its length may hold anything.
     seq_lens : array [B], int32
         Keys of each sequence.
     scale : float, optional
@@ -99,8 +101,26 @@ def _attention_decode_splits(
     return_lse: bool = False,
     out: Array | None = None,
 ) -> Array | tuple[Array, Array]:
-    """:func:`attention_decode` with the chunks of a sequence over ``splits`` CTAs, for tests and tuning."""
+    """:func:`attention_decode` with the chunks of a sequence over ``splits`` blocks, for tests and tuning."""
     return _attention_decode(q, k_cache, v_cache, block_tables, seq_lens, scale, max_seq_len, return_lse, out, splits)
+
+
+def _attention_decode_blocks(
+    blocks: int,
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    *,
+    scale: float | None = None,
+    max_seq_len: int | None = None,
+    return_lse: bool = False,
+    out: Array | None = None,
+) -> Array | tuple[Array, Array]:
+    """:func:`attention_decode` by ``blocks`` blocks that each take whole sequences, for tests and tuning."""
+    given = (q, k_cache, v_cache, block_tables, seq_lens, scale, max_seq_len, return_lse, out)
+    return _attention_decode(*given, splits=1, blocks=blocks)
 
 
 def _attention_decode(
@@ -114,11 +134,13 @@ def _attention_decode(
     return_lse: bool,
     out: Array | None,
     splits: int | None,
+    blocks: int | None = None,
 ) -> Array | tuple[Array, Array]:
     simple = (
         out is None
         and return_lse is False
         and splits is None
+        and blocks is None
         and (scale is None or type(scale) is float)
         and (max_seq_len is None or type(max_seq_len) is int)
     )
@@ -160,11 +182,11 @@ def _attention_decode(
         capacity = block_tables.shape[1] * k_cache.shape[2]
         max_len = capacity if max_seq_len is None else min(capacity, int(max_seq_len))
         first, second, parts = _launch(
-            q, k_cache, v_cache, block_tables, seq_lens, out, lse, max_len, value, c, place, splits
+            q, k_cache, v_cache, block_tables, seq_lens, out, lse, max_len, value, c, place, splits, blocks
         )
         if simple and place.kind == "cuda":
-            shared_mem = shared_bytes(q.shape[-1])
-            _PLANS.keep(given, options, *first, out, extra=parts, second=second, shared_mem=shared_mem)
+            shared_mem = shared_bytes(q.shape[-1], heads // k_cache.shape[1])
+            _PLANS.keep(given, options, *first, out, extra=parts, second=second, shared_mem=shared_mem, pdl=True)
     return out if lse is None else (out, lse)
 
 
@@ -181,21 +203,26 @@ def _launch(
     c: float,
     place: Place,
     splits: int | None,
+    blocks: int | None,
 ) -> tuple[_Made, _Made | None, tuple[tuple[int, ...], ...]]:
     """Launch, and return what was launched, the merge behind it if there was one, and the shapes of the workspaces."""
     batch, heads, head_dim = q.shape
     num_blocks, kv_heads, block_size, _ = k_cache.shape
     group = heads // kv_heads
-    items = batch * kv_heads * -(-group // 16)
-    max_chunks = max(1, -(-max_len // ATTN_CHUNK))
+    items = batch * kv_heads * -(-group // _HEADS)
+    max_chunks, shared_mem = max(1, -(-max_len // ATTN_CHUNK)), shared_bytes(head_dim, group)
+    resident = resident_blocks(head_dim, group)
     if splits is None:
-        splits = select_splits(items, max_chunks, device().sm_count)
+        splits = select_splits(items, max_chunks, resident)
     splits = max(1, min(splits, max_chunks))
+    if blocks is None:
+        blocks = select_blocks(items, resident)
+    blocks = items * splits if splits > 1 else max(min(blocks, items), -(-items // _MOST_ITEMS))
     q_flat, (q_sequence, q_head) = strided(_NAME, "q", q, place)
     k_flat, k_strides = strided(_NAME, "k_cache", k_cache, place)
     v_flat, v_strides = strided(_NAME, "v_cache", v_cache, place)
     max_blocks, page_shift = block_tables.shape[1], block_size.bit_length() - 1
-    if items * splits >= 2**31 or batch * heads * -(-head_dim // 32) >= 2**31:
+    if blocks >= 2**31 or items >= 2**31 - 2**20 or batch * heads * -(-head_dim // 32) >= 2**31:
         raise ValueError(f"{_NAME}: q has shape {tuple(q.shape)}, too many (sequence, head) pairs for one launch")
     split = splits > 1
     parts = ((batch, heads, max_chunks, head_dim), (batch, heads, max_chunks, 8))
@@ -228,27 +255,46 @@ def _launch(
         scale,
         c,
     )
-    first = (program, (items * splits,), (_THREADS,), arguments)
-    program(*first[1:], shared_mem=shared_bytes(head_dim))
+    first = (program, (blocks,), (_WARPS * 32,), arguments)
+    program(*first[1:], shared_mem=shared_mem, pdl=True)
     if not split:
         return first, None, parts
     merge = kernel("attention_decode.cu", "attention_decode_merge", template)
     arguments = (part_acc, part_stats, seq_lens, out, lse, heads, max_blocks, page_shift, max_len, max_chunks, scale, c)
     second = (merge, (batch * heads * -(-head_dim // 32),), (128,), arguments)
-    merge(*second[1:])
+    merge(*second[1:], pdl=True)
     return first, second, parts
 
 
-def select_splits(items: int, max_chunks: int, sm_count: int) -> int:
-    """CTAs per sequence and key/value head: as many as fill the GPU once, at most one a chunk. No effect on results."""
-    return max(1, min(_CTAS_PER_SM * sm_count // items, max_chunks))
+def select_splits(items: int, max_chunks: int, resident: int) -> int:
+    """Blocks per item: as many as fill the GPU once, at most one a chunk. No effect on results."""
+    return max(1, min(resident // items, max_chunks))
 
 
-def shared_bytes(head_dim: int) -> int:
-    """Dynamic shared memory of the kernel: keys and values, the 16 query rows, p, and statistics per 16 keys."""
-    span = ATTN_CHUNK if head_dim <= 128 else ATTN_TILE
-    groups = span // 16
-    return (2 * span + 16) * head_dim * 2 + 16 * span * 2 + 16 * groups * 4 + 64 * groups * 4
+def select_blocks(items: int, resident: int) -> int:
+    """Blocks that take whole items, the same number each; no effect on results.
+
+    Two or three per place on the GPU, so that lengths that differ even out. More would cost the start of a block (2 us)
+    more often than sequences of one or two chunks can hide.
+    """
+    return -(-items // max(1, round(items / (2 * resident))))
+
+
+def resident_blocks(head_dim: int, group: int) -> int:
+    """Blocks that the GPU holds at a time."""
+    info = device()
+    return info.sm_count * max(1, min(2, info.shared_mem_per_sm // (shared_bytes(head_dim, group) + 1024)))
+
+
+def shared_bytes(head_dim: int, group: int) -> int:
+    """Dynamic shared memory of the kernel: the rings; then of a round of chunks, statistics and results; totals."""
+    heads = min(group, _HEADS)
+    keys = 64 if head_dim <= 64 else 32 if head_dim <= 128 else 16
+    ring = _WARPS * _SLOTS * keys * head_dim * 2
+    acc = _WARPS * min(heads, _WARPS) * (head_dim + 4) * 4
+    merge = _WARPS * _HEADS * 8 * 4 + acc + heads * (head_dim + 8) * 4
+    alone = ATTN_CHUNK // 16 * 32 * 12 + _WARPS * _HEADS * 4
+    return ring + _WARPS * 16 + max(merge, alone)
 
 
 def kernel_variants() -> list[tuple[str, str, tuple[Any, ...], None]]:
