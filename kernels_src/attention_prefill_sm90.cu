@@ -7,14 +7,14 @@
 //           lse float [tokens, Hq]. Bases and strides are multiples of 16 bytes.
 // Bound     tensor cores: 4 * D flops per query-key pair; exponentials hardly less.
 // Launch    Persistent: at most one block to a multiprocessor, (Groups + 1) * 128 threads. Work items are pairs (query tile of
-//           64 * Groups rows, head), long ones first, dealt out forwards and backwards in turn. Of the first warpgroup, one
-//           warp finds work, one copies queries and keys, one values. The others, the consumers, own 64 query rows each and
-//           start their products in turn: one multiplies while the others take exponentials.
+//           64 * Groups rows, or 64 fewer, head) in the order of prefill/order.cuh, dealt out forwards and backwards in turn.
+//           Of the first warpgroup, one warp finds work, one copies queries and keys, one values. The others, the consumers,
+//           own 64 query rows each and start their products in turn: one multiplies while the others take exponentials.
 // Template  T half | bf16; D = 64; Kind of layout; Groups consumer warpgroups; Stages of the rings of K and of V, 64 keys each.
 //           Q and P come from registers.
 // Numerics  tiles of 64 keys, chunks of 128 keys from key 0, merged in ascending order by common/softmax.cuh: the bits of
 //           attention_prefill.cu.
-// Measured  50 % of 790 TFLOP/s (8,192, 16/8 heads); H200, docs/performance.md
+// Measured  53 % of 790 TFLOP/s (8,192, 16/8 heads); H200, docs/performance.md
 #include "common/fragment_rows.cuh"
 #include "common/softmax.cuh"
 #include "prefill/consumer.cuh"
@@ -62,10 +62,11 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
                            const __grid_constant__ TensorMap v_map, T *__restrict__ out, float *__restrict__ lse,
                            const int *__restrict__ cu_q, const int *__restrict__ cu_k, const int *__restrict__ tables,
                            const int *__restrict__ seq_lens, int batch, int q_tokens, int kv_tokens, int num_heads, int group,
-                           int max_blocks, int page_shift, int num_blocks, int items, int causal, float scale, float c) {
+                           int max_blocks, int page_shift, int num_blocks, int items, int tall, int causal, float scale,
+                           float c) {
   static_assert(D == 64, "see the head of the file");
   extern __shared__ __align__(1024) unsigned char smem[];
-  const Shared<D, Groups, Stages, TILE, 1> shared(smem);
+  const Shared<D, Groups, Stages, TILE, 1, true> shared(smem);
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), lane = threadIdx.x & 31;
   if (threadIdx.x == 0) {
     shared.init();
@@ -78,7 +79,7 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
   if (warpgroup == 0) {
     fewer_registers<Registers<Groups>::Few>();
     produce<D, Kind>(shared, q_map, k_map, v_map, cu_q, cu_k, tables, seq_lens, batch, q_tokens, kv_tokens, num_heads, group,
-                     max_blocks, page_shift, num_blocks, items, causal);
+                     max_blocks, page_shift, num_blocks, items, tall, causal);
   } else {  // consumers
     more_registers<Registers<Groups>::Many>();
     const int consumer = warpgroup - 1, warp = threadIdx.x >> 5 & 3;
@@ -112,8 +113,8 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
       auto release = [&](u64 *empty, u32 tile) {  // this warp has read it
         if (lane == 0) mbarrier_arrive(empty + tile % Stages);
       };
+      auto keys_ready = [&](u32 t) { mbarrier_wait(shared.k_full + t % Stages, t / Stages & 1); };
       auto multiply_keys = [&](u32 t) {  // starts s = q k^T
-        mbarrier_wait(shared.k_full + t % Stages, t / Stages & 1);
         const u64 tile = k_base + (u64)(t % Stages * (shared.Step >> 4));
         wgmma_pin(s);
         wgmma_fence();
@@ -122,7 +123,7 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
           WgmmaRegisters<T, TILE, 0>::multiply(s, q[kk], tile + kk / 4 * (shared.Block >> 4) + kk % 4 * 2, kk > 0);
         wgmma_commit();
       };
-      auto multiply_values = [&](const u32(&p)[TILE / 16][4], u32 t, int accumulate) {  // starts acc (+)= p v
+      auto values_ready = [&](u32 t) {
         mbarrier_wait(shared.v_full + t % Stages, t / Stages & 1);
         if (t >= plain && key_of(t) + TILE > item->len) {  // rows past the end may hold anything: 0 * NaN is not 0
           unsigned char *const rows = shared.values + t % Stages * shared.Step;
@@ -133,6 +134,8 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
           async_proxy_fence();
           named_barrier_sync(1 + consumer, 128);
         }
+      };
+      auto multiply_values = [&](const u32(&p)[TILE / 16][4], u32 t, int accumulate) {  // starts acc (+)= p v
         const u64 tile = v_base + (u64)(t % Stages * (shared.Step >> 4));
         wgmma_pin(acc);
         wgmma_fence();
@@ -163,6 +166,7 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
 #pragma unroll
       for (int e = 0; e < D / 2; ++e) total[e] = 0.f;
       if (n != end) {
+        keys_ready(n);
         multiply_keys(n);
         wgmma_commit();  // an empty group, in the place of the products with V
         for (;; n += 2) {
@@ -171,6 +175,7 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
           mask(n);
           release(shared.k_empty, n);
           softmax_tile<T, true>(s, even, m, l, corr, c);
+          values_ready(n);
           if (n + 1 == end) {
             wgmma_wait<0>();
             if (n != begin) {
@@ -183,6 +188,7 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
             pass_turn();
             break;
           }
+          keys_ready(n + 1);
           wgmma_wait<0>();
           if (n != begin) {
             values_done(odd, n - 1);
@@ -199,6 +205,7 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
           release(shared.k_empty, n + 1);
           softmax_tile<T, false>(s, odd, m, l, corr, c);
           end_chunk(kept, m, l, c, a, b);
+          values_ready(n + 1);
           if (n + 2 == end) {
             wgmma_wait<0>();
             values_done(even, n);
@@ -208,6 +215,7 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
             pass_turn();
             break;
           }
+          keys_ready(n + 2);
           wgmma_wait<0>();
           values_done(even, n);
           rescale(acc, corr);

@@ -7,15 +7,15 @@
 //           lse float [tokens, Hq]. Bases and strides are multiples of 16 bytes.
 // Bound     tensor cores: 4 * D flops per query-key pair.
 // Launch    Persistent: at most one block to a multiprocessor, (Groups + 1) * 128 threads. Work items are pairs (query tile of
-//           64 * Groups rows, head), long ones first, dealt out forwards and backwards in turn. Of the first warpgroup, one
-//           warp finds work, one copies queries and keys, one values. The others, the consumers, own 64 query rows each and
-//           start their products in turn: one multiplies while the others take exponentials.
+//           64 * Groups rows, head) in the order of prefill/order.cuh, dealt out forwards and backwards in turn. Of the first
+//           warpgroup, one warp finds work, one copies queries and keys, one values. The others, the consumers, own 64 query
+//           rows each; nothing makes them wait for each other.
 // Template  T half | bf16; D = 128; Kind of layout; Groups consumer warpgroups; Stages of the rings of K and of V, 128 keys
 //           each: both tiles of a chunk are worked on at once, so that waits and reductions are paid once for both. Q comes
 //           from shared memory, P from registers.
 // Numerics  tiles of 64 keys, chunks of 128 keys from key 0, merged in ascending order by common/softmax.cuh: the bits of
 //           attention_prefill.cu.
-// Measured  74 % of 790 TFLOP/s (8,192, 16/8 heads, bf16); H200, docs/performance.md
+// Measured  72 % of 790 TFLOP/s (8,192, 16/8 heads, fp16; bf16 78 %); H200, docs/performance.md
 #include "common/fragment_rows.cuh"
 #include "common/softmax.cuh"
 #include "prefill/consumer.cuh"
@@ -49,10 +49,11 @@ __device__ __forceinline__ void chunk_maxima(const float (&s)[CHUNK / 2], float 
   }
 }
 
-// Turns the scores of tile t of a chunk into p, packed as A fragments, and their sums.
-template <class T, int t>
+// Turns the scores of tile t of a chunk into p, packed as A fragments, and their sums. `between(j)` behind the exponentials of
+// 16 keys: other work, for which there is room while they take the unit of their own.
+template <class T, int t, class Between>
 __device__ __forceinline__ void tile_exponentials(const float (&s)[CHUNK / 2], u32 (&p)[TILE / 16][4], float (&sum)[2],
-                                                  const float (&mc)[2], float c) {
+                                                  const float (&mc)[2], float c, Between between) {
 #pragma unroll
   for (int j = 0; j < TILE / 16; ++j) {
     float e[8];
@@ -65,6 +66,7 @@ __device__ __forceinline__ void tile_exponentials(const float (&s)[CHUNK / 2], u
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) p[j][i] = pack2<T>(e[2 * i], e[2 * i + 1]);
+    between(j);
   }
 }
 
@@ -72,12 +74,13 @@ template <class T, int D, int Kind, int Groups, int Stages>
 __global__ void __launch_bounds__((Groups + 1) * 128, 1)
     attention_prefill_sm90_chunk(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
                                  const __grid_constant__ TensorMap v_map, T *__restrict__ out, float *__restrict__ lse,
-                           const int *__restrict__ cu_q, const int *__restrict__ cu_k, const int *__restrict__ tables,
-                           const int *__restrict__ seq_lens, int batch, int q_tokens, int kv_tokens, int num_heads, int group,
-                           int max_blocks, int page_shift, int num_blocks, int items, int causal, float scale, float c) {
+                                 const int *__restrict__ cu_q, const int *__restrict__ cu_k, const int *__restrict__ tables,
+                                 const int *__restrict__ seq_lens, int batch, int q_tokens, int kv_tokens, int num_heads,
+                                 int group, int max_blocks, int page_shift, int num_blocks, int items, int tall, int causal,
+                                 float scale, float c) {
   static_assert(D == 128, "see the head of the file");
   extern __shared__ __align__(1024) unsigned char smem[];
-  const Shared<D, Groups, Stages, CHUNK, 2> shared(smem);
+  const Shared<D, Groups, Stages, CHUNK, 2, false> shared(smem);
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), lane = threadIdx.x & 31;
   if (threadIdx.x == 0) {
     shared.init();
@@ -90,25 +93,23 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
   if (warpgroup == 0) {
     fewer_registers<Registers<Groups>::Few>();
     produce<D, Kind>(shared, q_map, k_map, v_map, cu_q, cu_k, tables, seq_lens, batch, q_tokens, kv_tokens, num_heads, group,
-                     max_blocks, page_shift, num_blocks, items, causal);
+                     max_blocks, page_shift, num_blocks, items, tall, causal);
   } else {  // consumers
     more_registers<Registers<Groups>::Many>();
     const int consumer = warpgroup - 1, warp = threadIdx.x >> 5 & 3;
     const u64 q_base = wgmma_descriptor(shared.queries + consumer * shared.Queries);
     const u64 k_base = wgmma_descriptor(shared.keys), v_base = wgmma_descriptor_n_major(shared.values, shared.Block);
-    Kept *const kept = shared.kept + consumer * 128 + (threadIdx.x & 127);
     float s[CHUNK / 2], acc[D / 2], total[D / 2];
     u32 p0[TILE / 16][4], p1[TILE / 16][4];
 
-    if (consumer == Groups - 1) named_barrier_arrive(1 + Groups, 256);
     const Item *item;
     u32 n = 0, items_done = 0;  // the chunk that comes next, counted through all items; items before this one
     // chunks with a key that a row of this warpgroup sees; from `plain` on some rows do not see every key
     u32 begin = 0, end = 0, plain = 0;
     int steps, tiles = 0, q_slot = 0;
     auto key_of = [&](u32 t) { return (int)(t - begin) * CHUNK; };
-    auto release = [&](u64 *empty, u32 tile) {  // this warp has read it
-      if (lane == 0) mbarrier_arrive(empty + tile % Stages);
+    auto release = [&](u64 *empty, u32 tile, bool read = true) {  // this warp has read it
+      if (lane == 0 && read) mbarrier_arrive(empty + tile % Stages);
     };
     auto keys_ready = [&](u32 t) { mbarrier_wait(shared.k_full + t % Stages, t / Stages & 1); };
     auto values_ready = [&](u32 t) {
@@ -142,13 +143,6 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
         WgmmaRegisters<T, D, 1>::multiply(acc, p[j], tile + j * 128, j > 0 ? 1 : half);
       wgmma_commit();
     };
-    // The warpgroups start their products in turn: one multiplies while the others take exponentials.
-    auto take_turn = [&]() {
-      named_barrier_sync(1 + Groups + opaque(consumer), 256);
-    };
-    auto pass_turn = [&]() {
-      named_barrier_arrive(1 + Groups + opaque(consumer + 1) % Groups, 256);
-    };
     auto mask = [&](u32 t) {
       if constexpr (Kind == Paged) {
         const u32 boxes = shared.lost[t % Stages];
@@ -157,7 +151,17 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
       if (t >= plain)
         mask_keys<CHUNK>(s, key_of(t) + (lane & 3) * 2, item->limit + consumer * 64 + warp * 16 + (lane >> 2), item->len);
     };
-    float m[2], l[2], corr[2], a[2], b[2];
+    // Merging a chunk takes the totals' factor while its own products run, and its accumulators while the next one's
+    // exponentials do.
+    ChunkMerge merge[2];
+    auto scale_totals = [&](int j) {
+#pragma unroll
+      for (int e = j * (D / 8); e < (j + 1) * (D / 8); ++e) total[e] = merge[e >> 1 & 1].scaled(total[e]);
+    };
+    auto add_chunk = [&](int j) {
+#pragma unroll
+      for (int e = j * (D / 8); e < (j + 1) * (D / 8); ++e) total[e] = merge[e >> 1 & 1].add_scaled(total[e], acc[e]);
+    };
 
     // What comes next, and its first products.
     auto begin_item = [&]() {
@@ -178,62 +182,61 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
 
     begin_item();
     while (steps >= 0) {
-      *kept = Kept{{-CUKERN_INF, -CUKERN_INF, 0.f, 0.f}};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        merge[i].reset();
+        merge[i].b = 1.f;  // the chunk before the first, of zeros
+      }
 #pragma unroll
       for (int e = 0; e < D / 2; ++e) total[e] = 0.f;
       wgmma_wait<0>();
       wgmma_pin(s);
       if (n != end) {
+#pragma unroll
+        for (int e = 0; e < D / 2; ++e) acc[e] = 0.f;
+        float corr[2];
         for (;; ++n) {
+          float m[2], l[2], sum[2], mc[2][2];
           mask(n);
           release(shared.k_empty, n);
-          float mc[2][2], sum[2];
+          if (n + 1 == end && lane == 0) mbarrier_arrive(shared.q_empty + q_slot + consumer);
           chunk_maxima(s, m, mc, corr, c);
           wgmma_wait<0>();
-          if (n != begin) {
-            wgmma_pin(acc);
-            release(shared.v_empty, n - 1);
-            add_chunk(total, acc, a, b);
-          }
-          tile_exponentials<T, 0>(s, p0, l, mc[0], c);
+          wgmma_pin(acc);
+          release(shared.v_empty, n - 1, n != begin);
+          tile_exponentials<T, 0>(s, p0, l, mc[0], c, add_chunk);
           values_ready(n);
           multiply_values(p0, n, 0);
-          tile_exponentials<T, 1>(s, p1, sum, mc[1], c);
 #pragma unroll
-          for (int i = 0; i < 2; ++i) l[i] = update_sum(l[i], corr[i], sum[i]);
+          for (int i = 0; i < 2; ++i) merge[i].weigh(m[i], c);
+          tile_exponentials<T, 1>(s, p1, sum, mc[1], c, scale_totals);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) merge[i].add_sum(update_sum(l[i], corr[i], sum[i]));
           if (n + 1 == end) break;
           keys_ready(n + 1);
           wgmma_wait<0>();
           wgmma_pin(acc);
           rescale(acc, corr);
-          take_turn();
           multiply_keys(n + 1);
           multiply_values(p1, n, 1);
-          pass_turn();
-          end_chunk(kept, m, l, c, a, b);
           wgmma_wait<1>();
           wgmma_pin(s);
         }
         wgmma_wait<0>();
         wgmma_pin(acc);
-        take_turn();
         if ((tiles & 1) == 0) {
           rescale(acc, corr);
           multiply_values(p1, n, 1);
           wgmma_wait<0>();
           wgmma_pin(acc);
         }
-        pass_turn();
-        end_chunk(kept, m, l, c, a, b);
-        if (lane == 0) mbarrier_arrive(shared.q_empty + q_slot + consumer);
-        release(shared.v_empty, end - 1);
-        add_chunk(total, acc, a, b);
-      } else {
-        if (lane == 0) mbarrier_arrive(shared.q_empty + q_slot + consumer);
+        release(shared.v_empty, n);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) add_chunk(j);
+      } else if (lane == 0) {
+        mbarrier_arrive(shared.q_empty + q_slot + consumer);
       }
       for (u32 t = end; t != begin + steps; ++t) {  // chunks for the other warpgroups
-        take_turn();
-        pass_turn();
         keys_ready(t);
         release(shared.k_empty, t);
         mbarrier_wait(shared.v_full + t % Stages, t / Stages & 1);
@@ -247,13 +250,12 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
       begin_item();  // its first products run while this one is written
       const int valid = done->rows - consumer * 64, head = done->head;
       const i64 out_row = done->out_row + consumer * 64;
-      const Kept last = *kept;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float sum = quad_sum(last.v[2 + i]), norm = softmax_norm(sum);
+        const float sum = quad_sum(merge[i].L), norm = softmax_norm(sum);
         const int row = warp * 16 + (lane >> 2) + 8 * i;
         if (lse != nullptr && (lane & 3) == 0 && row < valid)
-          lse[(out_row + row) * num_heads + head] = softmax_lse(last.v[i], sum, scale);
+          lse[(out_row + row) * num_heads + head] = softmax_lse(merge[i].M, sum, scale);
 #pragma unroll
         for (int e = 0; e < D / 2; ++e)
           if ((e >> 1 & 1) == i) total[e] = __fmul_rn(total[e], norm);

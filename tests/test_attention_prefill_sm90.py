@@ -259,7 +259,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     jit.reload()
     monkeypatch.setattr("cukern.jit.devices.gpu_present", lambda: True)
     fake = FakeCuda(TensorMapLibrary(), monkeypatch)
-    fake.expect([128, 128, 128, *[8] * 6, *[4] * 12])
+    fake.expect([128, 128, 128, *[8] * 6, *[4] * 13])
     yield fake
     monkeypatch.undo()
     uninstall()
@@ -297,8 +297,9 @@ def test_launch_of_dense_arrays(cuda: FakeCuda, variant: HopperVariant, d: int) 
     assert launched.shared_mem == variant.shared_mem(d)
     assert [struct.unpack_from("=Q", x)[0] for x in values[:3]] == [1, 2, 3]
     assert [struct.unpack("=Q", x)[0] for x in values[3:9]] == [out.data.ptr, 0, 0, 0, 0, 0]
-    # sequences, tokens, keys, heads, group, pages (3), items, causal
-    assert [struct.unpack("=i", x)[0] for x in values[9:19]] == [
+    tall = hopper.tall_tiles(300, 350, 8, 4, False, variant)
+    # sequences, tokens, keys, heads, group, pages (3), items, tiles with all rows, causal
+    assert [struct.unpack("=i", x)[0] for x in values[9:20]] == [
         2,
         300,
         350,
@@ -307,10 +308,11 @@ def test_launch_of_dense_arrays(cuda: FakeCuda, variant: HopperVariant, d: int) 
         0,
         0,
         0,
-        2 * 4 * -(-300 // variant.rows),
+        2 * 4 * (tall + -(-max(300 - tall * variant.rows, 0) // (variant.rows - 64))),
+        tall,
         0,
     ]
-    assert struct.unpack("=f", values[19])[0] == 0.25
+    assert struct.unpack("=f", values[20])[0] == 0.25
     head, token, blocks = 2 * d, 4 * d, d // 64
     box = [64, variant.keys, blocks, 1, 1]
     assert library.encoded == [
@@ -399,56 +401,129 @@ def test_tensor_map_refuses(changed: dict[str, Any], match: str) -> None:
 
 # ---------------------------------------------------------------------------------------------------- order of work
 
-TILES = """
-#include "common/packed_tiles.cuh"
-// Ranks first, first + step, ...: sequence and tile of each, until there is none; their number to out[0].
-template <int Rows, bool Pages>
-__global__ void tiles(int *out, const int *cu_q, const int *cu_k, const int *seq_lens, int q_tokens, int kv_tokens,
-                      int batch, int causal, int first, int step) {
-  PackedTiles<Rows, Pages> packed;
-  const PackedLengths<Pages> lengths{cu_q, cu_k, seq_lens, q_tokens, kv_tokens};
-  int found = 0, sequence, tile;
-  for (int rank = first; packed.find(lengths, batch, causal, rank, sequence, tile); rank += step, ++found)
+WORK = """
+#include "prefill/order.cuh"
+// Numbers first, first + step, ...: sequence, tile and head of each, until there is none; how many to out[0].
+template <int D, int Kind, int Rows>
+__global__ void work(int *out, const int *cu_q, const int *cu_k, const int *seq_lens, int q_tokens, int kv_tokens,
+                     int batch, int heads, int group, int tall, int causal, int first, int step, int single) {
+  WorkOrder<D, Kind, Rows> order;
+  const PackedLengths<Kind == Paged> lengths{cu_q, cu_k, seq_lens, q_tokens, kv_tokens};
+  order.init(lengths, batch, q_tokens, kv_tokens, heads, group, tall, single);
+  int found = 0, sequence, tile, head;
+  for (int n = first; order.find(lengths, batch, heads, causal, n, sequence, tile, head); n += step, ++found)
     if (threadIdx.x == 0) {
-      out[1 + 2 * found] = sequence;
-      out[2 + 2 * found] = tile;
+      out[1 + 3 * found] = sequence;
+      out[2 + 3 * found] = tile;
+      out[3 + 3 * found] = head;
     }
   if (threadIdx.x == 0) out[0] = found;
 }
 """
+HEADS, GROUP, ROWS, SECTION = 6, 2, 128, 16 << 20
+Work = list[tuple[int, int, int]]
 
 
-def order(rows: Sequence[int], keys: Sequence[int], causal: bool, pages: bool, first: int, step: int) -> list[Any]:
-    out = np.full(4000, -1, np.int32)
-    lens = None if not pages else np.array(keys, np.int32)
-    cu_k = None if pages else starts(keys)
-    most = 100_000 if pages else sum(keys)
+def order(
+    rows: Sequence[int],
+    keys: Sequence[int],
+    causal: bool,
+    layout: Layout,
+    first: int = 0,
+    step: int = 1,
+    tall: int = 1 << 20,
+    single: bool = False,
+) -> Work:
+    """(sequence, tile, head) in the order of work; dense sequences are all as long as the first."""
+    dense, paged = layout == Layout.DENSE, layout == Layout.PAGED
+    out = np.full(10_000, -1, np.int32)
+    cu_q, cu_k = (None, None) if dense else (starts(rows), None if paged else starts(keys))
+    lens = np.array(keys, np.int32) if paged else None
+    q_tokens, most = (rows[0], keys[0]) if dense else (sum(rows), 1 << 20 if paged else sum(keys))
+    sizes = (q_tokens, most, len(rows), HEADS, GROUP, min(tall, -(-rows[0] // ROWS)), int(causal))
     with cukern.emulate(check=True):
-        kernel = cukern.Kernel(TILES, f"tiles<128, {str(pages).lower()}>")
-        kernel(1, 32, (out, starts(rows), cu_k, lens, sum(rows), most, len(rows), int(causal), first, step))
-    return [tuple(x) for x in out[1 : 1 + 2 * out[0]].reshape(-1, 2).tolist()]
+        kernel = cukern.Kernel(WORK, f"work<128, {int(layout)}, {ROWS}>")
+        kernel(1, 32, (out, cu_q, cu_k, lens, *sizes, first, step, int(single)))
+    return [tuple(x) for x in out[1 : 1 + 3 * out[0]].reshape(-1, 3).tolist()]
 
 
-@pytest.mark.parametrize("pages", [True, False])
+@pytest.mark.parametrize("layout", Layout)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
     ("rows", "more"),
     [
         ([1], [0]),
-        ([128, 129, 0, 5], [0, 0, 0, 0]),
-        ([1000, 0, 300, 5000, 128], [0, 700, 12000, 5, 128]),
+        ([1000] * 3, [0] * 3),
+        ([1000] * 4, [9000] * 4),
+        ([300], [20000]),
+        ([200], [40000]),
+        ([128, 129, 0, 5], [0] * 4),
+        ([1000, 0, 300, 3000, 128], [0, 700, 12000, 5, 128]),
+        ([1000, 0, 300, 3000, 128], [30000, 700, 12000, 5, 128]),
         ([int(n) for n in np.random.default_rng(1).integers(0, 600, 75)], [0] * 75),
         ([300, 10, 400], [-290, -10, -200]),
         ([0, 0], [0, 40]),
     ],
     ids=lambda n: f"{len(n)}",
 )
-def test_every_tile_once_and_long_ones_first(rows: list[int], more: list[int], causal: bool, pages: bool) -> None:
+def test_every_tile_once_in_sections(rows: list[int], more: list[int], causal: bool, layout: Layout) -> None:
+    dense = layout == Layout.DENSE
+    if dense and len(set(zip(rows, more))) > 1:
+        pytest.skip("dense sequences have equal lengths")
     keys = [n + m for n, m in zip(rows, more)]
-    found = order(rows, keys, causal, pages, 0, 1)
-    assert sorted(found) == [(b, t) for b, n in enumerate(rows) for t in range(-(-n // 128))]
-    seen = [keys[b] - (max(rows[b] - 128 * (t + 1), 0) if causal else 0) for b, t in found]
-    assert all(later < earlier + 2 * 128 for earlier, later in itertools.pairwise(seen))
-    # blocks that ask for every third rank share out the same list
-    parts = [order(rows, keys, causal, pages, first, 3) for first in range(3)]
+    found = order(rows, keys, causal, layout)
+    tiles = [(b, t) for b, n in enumerate(rows) for t in range(-(-n // ROWS))]
+    assert sorted(found) == [(*tile, head) for tile in tiles for head in range(HEADS)]
+
+    def seen(b: int, tile: int) -> int:
+        return keys[b] - (max(rows[b] - ROWS * (tile + 1), 0) if causal else 0)
+
+    # columns are the heads, of each sequence if dense; sections have equally many key/value heads, but for the last
+    per_column = -(-rows[0] // ROWS) if dense else len(tiles)
+    groups_in_all = HEADS // GROUP * (len(rows) if dense else 1)
+    group_size = 4 * 128 * 128 * sum(-(-n // 128) for n in (keys[:1] if dense else keys) if n > 0)
+    fewest = -(-groups_in_all // max(SECTION // max(group_size, 1), 1))
+    wide = -(-groups_in_all // fewest)
+    size = max(wide * GROUP * per_column, 1)
+    sections = [found[n : n + size] for n in range(0, len(found), size)]
+    columns = [{(b if dense else 0, head) for b, _, head in section} for section in sections]
+    assert sum(map(len, columns)) == len(set().union(*columns))
+    for number, section in enumerate(reversed(sections)):
+        groups = {(b if dense else 0, head // GROUP) for b, _, head in section}
+        assert len(groups) * group_size <= SECTION or len(groups) == 1
+        assert len(groups) == wide or number == 0
+        lengths = [seen(b, t) for b, t, _ in section]
+        if number % 2 == 1:
+            lengths.reverse()
+        assert all(later < earlier + 2 * ROWS for earlier, later in itertools.pairwise(lengths))
+        # query heads of a key/value head are neighbours
+        for one, two in zip(section[::GROUP], section[1::GROUP]):
+            assert one[:2] == two[:2]
+            assert one[2] + 1 == two[2]
+    # blocks that ask for every third number share out the same list
+    parts = [order(rows, keys, causal, layout, first, 3) for first in range(3)]
     assert [parts[i % 3][i // 3] for i in range(len(found))] == found
+    single = order(rows, keys, causal, layout, single=True)
+    assert sorted(single) == sorted(found)
+
+
+def test_short_tiles_come_last() -> None:
+    found = order([700], [900], False, Layout.DENSE, tall=3)
+    assert [tile for _, tile, _ in found] == [t for t in range(8) for _ in range(HEADS)]  # 3 * 128 + 5 * 64 rows
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("columns", [1, 16, 40])
+@pytest.mark.parametrize("tokens", [1, 100, 192, 193, 1000, 2048, 8192, 100_000])
+def test_tall_tiles(tokens: int, columns: int, causal: bool) -> None:
+    """As many short tiles as make the last to end earlier, none with a kernel that has no shorter ones."""
+    variant = hopper.select(64)
+    full = -(-tokens // 192)
+    tall = hopper.tall_tiles(tokens, tokens, columns, 132, causal, variant)
+    assert 0 <= tall <= full
+    assert hopper.tall_tiles(tokens, tokens, columns, 132, causal, hopper.select(128)) == -(-tokens // 128)
+    if (tokens, columns) == (8192, 16) and not causal:
+        # 6 rounds of 192 rows, or 4 of 192 and 2 of 128
+        assert tall == 4 * 132 // 16
+    if (tokens, columns) == (100, 1) or tokens == 100_000:
+        assert tall == full

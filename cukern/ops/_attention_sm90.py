@@ -6,13 +6,14 @@ The bits are those of the portable kernel (docs/numerics.md, item 2): what is ch
 from __future__ import annotations
 
 import enum
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cukern.ops._arrays import CTYPES, Array
 from cukern.ops._numerics import ATTN_CHUNK, ATTN_TILE
 
-__all__ = ["ARCH", "HopperVariant", "Launched", "Layout", "kernel_variants", "launched", "select"]
+__all__ = ["ARCH", "HopperVariant", "Launched", "Layout", "kernel_variants", "launched", "select", "tall_tiles"]
 
 ARCH = "sm_90a"
 HEAD_DIMS = (64, 128)
@@ -63,11 +64,13 @@ class HopperVariant:
         return 128 * (self.groups + 1)
 
     def shared_mem(self, head_dim: int) -> int:
-        """Queries, rings, 16 bytes to a consumer, barriers, items, a word to a stage: `Shared` of the kernels."""
-        query_slots = self.groups * (1 if self.keys == ATTN_TILE else 2)
-        tiles = (query_slots * 64 + 2 * self.stages * self.keys) * head_dim * 2
+        """Queries, rings, barriers, items, a word to a stage, and with tiles 16 bytes to a consumer: `Shared`."""
+        tiles = self.keys == ATTN_TILE
+        query_slots = self.groups * (1 if tiles else 2)
+        rings = (query_slots * 64 + 2 * self.stages * self.keys) * head_dim * 2
         barriers = 4 * self.stages + 2 * query_slots + 2 * _ITEMS
-        return tiles + 16 * 128 * self.groups + 8 * barriers + _ITEMS * _ITEM_BYTES + 4 * self.stages
+        kept = 16 * 128 * self.groups if tiles else 0
+        return rings + kept + 8 * barriers + _ITEMS * _ITEM_BYTES + 4 * self.stages
 
     def template(self, ctype: str, head_dim: int, layout: Layout) -> tuple[str | int, ...]:
         """Template arguments of the kernel."""
@@ -82,6 +85,58 @@ def select(head_dim: int) -> HopperVariant:
 def worthwhile(rows: int, keys: int, head_dim: int) -> bool:
     """Whether these kernels are faster than the portable one, for so many rows and keys of a sequence."""
     return rows >= MIN_ROWS or (head_dim == 128 and rows >= FEW_ROWS and keys >= MIN_KEYS)
+
+
+SHORT_COST, ITEM_COST, MANY_ROUNDS = 0.78, 1.5, 8
+"""Measured with three warpgroups: time of a tile of 128 rows beside one of 192; of any tile, in steps of keys. With
+more tiles than that to a block, shares come out even by themselves."""
+
+
+@functools.lru_cache(maxsize=1024)
+def tall_tiles(tokens: int, keys: int, columns: int, blocks: int, causal: bool, variant: HopperVariant) -> int:
+    """How many query tiles of a dense sequence have all the rows of `variant`; the others have 64 fewer.
+
+    A block takes whole tiles, so with few tiles to a block the last round may be almost empty. Shorter tiles cost more
+    per row, but may fill it. This follows some of the blocks through their rounds (long tiles first, dealt out forwards
+    and backwards in turn) for the numbers of tall tiles that fill whole rounds.
+
+    Parameters
+    ----------
+    tokens, keys : int
+        Of a sequence.
+    columns : int
+        Pairs of a sequence and a query head.
+    blocks : int
+        Blocks that run at once.
+    """
+    rows = variant.rows
+    full = -(-tokens // rows)
+    most = full * columns // blocks + 1
+    if variant.groups < 3 or most > MANY_ROUNDS:
+        return full
+    best, best_time = full, float("inf")
+    for tall in (full, *(n * blocks // columns for n in range(most - 1, -1, -1))):
+        costs: list[float] = []
+        row = 0
+        while row < tokens:
+            height = rows if len(costs) < tall else rows - 64
+            end = min(row + height, tokens)
+            seen = min(max(end + keys - tokens, 0), keys) if causal else keys
+            costs.append((1 if end - row > rows - 64 else SHORT_COST) * (seen / variant.keys + ITEM_COST))
+            row += height
+        costs.sort(reverse=True)
+        time = 0.0
+        for sample in range(9):
+            block, number, total = sample * (blocks - 1) // 8, 0, 0.0
+            while number < len(costs) * columns:
+                place = block if number // blocks % 2 == 0 else blocks - 1 - block
+                index = (number + place) // columns
+                total += costs[index] if index < len(costs) else 0.0
+                number += blocks
+            time = max(time, total)
+        if time < 0.99 * best_time:
+            best, best_time = tall, time
+    return best
 
 
 class Launched(NamedTuple):
@@ -150,7 +205,10 @@ def launched(
     maps = _maps(strides, (batch if dense else 1, tokens, heads), (*kv, kv_heads), head_dim, variant.keys, paged)
     if maps is None:
         return None
-    slots = batch * -(-tokens // variant.rows) if dense else tokens // variant.rows + batch
+    tall, slots = 0, tokens // variant.rows + batch  # of all sequences, at most
+    if dense:
+        tall = tall_tiles(tokens, kv[1], batch * heads, device.sm_count, bool(causal), variant)
+        slots = batch * (tall + -(-max(tokens - tall * variant.rows, 0) // (variant.rows - 64)))
     items = slots * heads
     if items >= 2**31:
         return None
@@ -173,6 +231,7 @@ def launched(
         kv[1].bit_length() - 1 if paged else 0,
         kv[0] if paged else 0,
         items,
+        tall,
         int(causal),
         scale,
         c,

@@ -1,5 +1,5 @@
-// The query tiles of a packed batch, those with most keys first: rank -> (sequence, tile). Ranks number all tiles of all
-// sequences without gaps, and nothing on the host needs to know the lengths.
+// The query tiles of a packed batch, those with most keys first, or last: rank -> (sequence, tile). Ranks number all tiles of
+// all sequences without gaps, and nothing on the host needs to know the lengths.
 // Test: tests/test_attention_prefill_sm90.py
 #pragma once
 #include "common/types.cuh"
@@ -21,17 +21,29 @@ template <bool Pages> struct PackedLengths {
 };
 
 // A tile's level is about its number of keys in units of Rows. Causal: `top` for a sequence's last tile and one less for every
-// tile before; otherwise all are at `top`. A warp asks together, for ranks that do not fall.
+// tile before; otherwise all are at `top`. With fewest keys first all levels are negative. A warp asks together, for ranks that
+// do not fall.
 template <int Rows, bool Pages> struct PackedTiles {
   using Lengths = PackedLengths<Pages>;
   static constexpr int None = -0x7fffffff - 1;
-  int level = 0x7fffffff;  // of the ranks `before` .. before + here - 1
-  int before = 0, here = 0;
+  bool rising;  // fewest keys first
+  int level;    // of the ranks `before` .. before + here - 1
+  int before, here;
 
-  __device__ __forceinline__ static void levels(const Lengths &lengths, int b, bool causal, int &tiles, int &low, int &top) {
-    tiles = ceil_div(max(lengths.rows(b), 0), Rows);
-    top = ceil_div(lengths.keys(b), Rows);
-    low = causal ? top - tiles + 1 : top;
+  __device__ __forceinline__ void reset(bool fewest_first) {
+    rising = fewest_first;
+    level = 0x7fffffff;
+    before = here = 0;
+  }
+
+  __device__ __forceinline__ static int tiles_of(const Lengths &lengths, int b) {
+    return ceil_div(max(lengths.rows(b), 0), Rows);
+  }
+  __device__ __forceinline__ void levels(const Lengths &lengths, int b, bool causal, int &tiles, int &low, int &top) const {
+    tiles = tiles_of(lengths, b);
+    const int most = ceil_div(lengths.keys(b), Rows), least = causal ? most - tiles + 1 : most;
+    low = rising ? -most : least;
+    top = rising ? -least : most;
   }
   __device__ __forceinline__ int count(const Lengths &lengths, int b, int batch, bool causal) const {
     if (b >= batch) return 0;
@@ -75,7 +87,7 @@ template <int Rows, bool Pages> struct PackedTiles {
         const int index = left - __shfl_sync(0xffffffffu, upto - mine, source);
         int tiles, low, top;
         levels(lengths, sequence, causal, tiles, low, top);
-        tile = causal ? tiles - 1 - (top - level) : index;
+        tile = !causal ? index : rising ? top - level : level - low;
         return true;
       }
       left -= __shfl_sync(0xffffffffu, upto, 31);

@@ -48,13 +48,21 @@ struct ChunkMerge {
   }
   // Takes in the statistics of the next chunk; then `total = add(total, acc)` for every accumulator of the row.
   __device__ __forceinline__ void step(float m, float l, float c) {
+    weigh(m, c);
+    add_sum(l);
+  }
+  __device__ __forceinline__ float add(float total, float acc) const { return __fmaf_rn(acc, b, __fmul_rn(total, a)); }
+
+  // Both in parts, for a kernel that has other work to put between them.
+  __device__ __forceinline__ void weigh(float m, float c) {
     const float top = fmaxf(M, m);
     a = rescale_factor(M, top, c);
     b = rescale_factor(m, top, c);
     M = top;
-    L = __fmaf_rn(l, b, __fmul_rn(L, a));
   }
-  __device__ __forceinline__ float add(float total, float acc) const { return __fmaf_rn(acc, b, __fmul_rn(total, a)); }
+  __device__ __forceinline__ void add_sum(float l) { L = __fmaf_rn(l, b, __fmul_rn(L, a)); }
+  __device__ __forceinline__ float scaled(float total) const { return __fmul_rn(total, a); }
+  __device__ __forceinline__ float add_scaled(float total, float acc) const { return __fmaf_rn(acc, b, total); }
 };
 
 // Factor of the totals at the end, from the full row sum: 1 / L, or 0 for a row that saw no key.

@@ -2,13 +2,12 @@
 // warpgroup one warp finds work, one copies queries and keys, one copies values; items of work are told through shared memory.
 // Test: tests/test_attention_prefill_sm90.py
 #pragma once
-#include "common/packed_tiles.cuh"
+#include "prefill/order.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/tma.cuh"
 
 constexpr int TILE = 64, CHUNK = 128;  // keys of an online-softmax step, and of a chunk (numerics contract)
 constexpr int ITEMS = 4;               // told ahead
-enum Layout { Dense, Packed, Paged };
 
 // A query tile of a head, told through shared memory. steps < 0: nothing any more.
 struct __align__(8) Item {
@@ -25,8 +24,8 @@ template <bool Value> struct Is {
 };
 
 // Shared memory: queries [QSlots][Groups], rings of K and of V of `Keys` keys a stage, each in blocks of 64 columns with the
-// 128-byte swizzle; 16 bytes to a consumer thread; barriers; items.
-template <int D, int Groups, int Stages, int Keys, int QSlots> struct Shared {
+// 128-byte swizzle; if Keeps, 16 bytes to a consumer thread; barriers; items.
+template <int D, int Groups, int Stages, int Keys, int QSlots, bool Keeps> struct Shared {
   static constexpr int Block = Keys * 128, Step = D / 64 * Block, Queries = D / 64 * 8192;  // bytes
   static_assert((Stages & (Stages - 1)) == 0, "step n of all is in stage n % Stages, in phase n / Stages");
   unsigned char *const queries, *const keys, *const values;
@@ -38,7 +37,8 @@ template <int D, int Groups, int Stages, int Keys, int QSlots> struct Shared {
 
   __device__ __forceinline__ explicit Shared(unsigned char *smem)
       : queries(smem), keys(queries + QSlots * Groups * Queries), values(keys + Stages * Step),
-        kept(reinterpret_cast<Vec<float, 4> *>(values + Stages * Step)), k_full(reinterpret_cast<u64 *>(kept + Groups * 128)),
+        kept(reinterpret_cast<Vec<float, 4> *>(values + Stages * Step)),
+        k_full(reinterpret_cast<u64 *>(kept + (Keeps ? Groups * 128 : 0))),
         k_empty(k_full + Stages), v_full(k_empty + Stages), v_empty(v_full + Stages), q_full(v_empty + Stages),
         q_empty(q_full + QSlots * Groups), item_full(q_empty + QSlots * Groups), item_empty(item_full + ITEMS),
         items(reinterpret_cast<Item *>(item_empty + ITEMS)), lost(reinterpret_cast<u32 *>(items + ITEMS)) {}
@@ -69,23 +69,23 @@ template <int D, int Groups, int Stages, int Keys, int QSlots> struct Shared {
 // Registers of a thread, of those that compute and of those that do not: together no more than the block starts with, or the
 // former wait for ever.
 template <int Groups> struct Registers {
-  static constexpr int Many = Groups == 3 ? 160 : 240, Few = Groups == 3 ? 32 : 24;
+  static constexpr int Many = Groups == 3 ? 160 : 232, Few = Groups == 3 ? 32 : 40;
   static_assert(Many * Groups + Few <= 65536 / ((Groups + 1) * 128) / 8 * 8 * (Groups + 1), "as many as there are");
 };
 
 // What the first warpgroup does.
-template <int D, int Kind, int Groups, int Stages, int Keys, int QSlots>
-__device__ __forceinline__ void produce(const Shared<D, Groups, Stages, Keys, QSlots> &shared, const TensorMap &q_map,
+template <int D, int Kind, int Groups, int Stages, int Keys, int QSlots, bool Keeps>
+__device__ __forceinline__ void produce(const Shared<D, Groups, Stages, Keys, QSlots, Keeps> &shared, const TensorMap &q_map,
                                         const TensorMap &k_map, const TensorMap &v_map, const int *cu_q, const int *cu_k,
                                         const int *tables, const int *seq_lens, int batch, int q_tokens, int kv_tokens,
                                         int num_heads, int group, int max_blocks, int page_shift, int num_blocks, int items,
-                                        int causal) {
+                                        int tall, int causal) {
   constexpr int Rows = 64 * Groups, KeysShift = Keys == 64 ? 6 : 7;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   if (warp == 1) {  // finds work
     u32 count = 0;
     auto next_item = [&]() -> Item & {  // a place for the next item, once it is free
-      mbarrier_wait(shared.item_empty + count % ITEMS, ~(count / ITEMS) & 1);
+      mbarrier_sleep(shared.item_empty + count % ITEMS, ~(count / ITEMS) & 1);
       return shared.items[count % ITEMS];
     };
     auto tell = [&]() {
@@ -95,30 +95,30 @@ __device__ __forceinline__ void produce(const Shared<D, Groups, Stages, Keys, QS
     // Lengths are clamped to the arrays: wrong ones on the device must not reach other memory.
     const int most = Kind == Paged ? (int)min((i64)max_blocks << page_shift, (i64)0x7fffffff) : kv_tokens;
     const PackedLengths<Kind == Paged> lengths{cu_q, cu_k, seq_lens, q_tokens, most};
-    PackedTiles<Rows, Kind == Paged> packed;
+    WorkOrder<D, Kind, Rows> order;
+    order.init(lengths, batch, q_tokens, kv_tokens, num_heads, group, tall, items <= gridDim.x);
     // rounds go forwards and backwards through the blocks in turn
     for (u32 number = blockIdx.x;; number += 2 * (count & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x) + 1) {
-      const int slot = number / num_heads;
-      int b, tile, q_begin = 0, n = q_tokens, k_begin = 0, len = kv_tokens;
+      int b, tile, head, q_begin = 0, n = q_tokens, k_begin = 0, len = kv_tokens;
+      if (!order.find(lengths, batch, num_heads, causal, number, b, tile, head)) break;
+      int row = tile * Rows, rows = Rows;
       if constexpr (Kind != Dense) {
-        if (!packed.find(lengths, batch, causal, slot, b, tile)) break;
         q_begin = lengths.q_begin(b);
         n = lengths.rows(b);
         k_begin = lengths.k_begin(b);
         len = lengths.keys(b);
-      } else {
-        if (number >= (u32)items) break;
-        b = slot % batch;
-        tile = ceil_div(q_tokens, Rows) - 1 - slot / batch;
+      } else if (tile >= tall) {
+        row -= (tile - tall) * 64;
+        rows -= 64;
       }
+      rows = min(rows, n - row);
       Item &item = next_item();
       if (lane == 0) {
-        const int head = number % num_heads;
-        const int row = tile * Rows, limit = row + (causal ? len - n + 1 : 1 << 30);
-        item.rows = n - row;
+        const int limit = row + (causal ? len - n + 1 : 1 << 30);
+        item.rows = rows;
         item.limit = limit;
         item.len = len;
-        item.steps = ceil_div(max(min(min(Rows, n - row) - 1 + limit, len), 0), Keys);
+        item.steps = ceil_div(max(min(rows - 1 + limit, len), 0), Keys);
         item.head = head;
         item.kv_head = head / group;
         item.q_row = q_begin + row;
@@ -139,14 +139,14 @@ __device__ __forceinline__ void produce(const Shared<D, Groups, Stages, Keys, QS
       u64 *const full = values ? shared.v_full : shared.k_full, *const empty = values ? shared.v_empty : shared.k_empty;
       u32 copied = 0;  // steps
       for (u32 count = 0;; ++count) {
-        mbarrier_wait(shared.item_full + count % ITEMS, count / ITEMS & 1);
+        mbarrier_sleep(shared.item_full + count % ITEMS, count / ITEMS & 1);
         const Item &item = shared.items[count % ITEMS];
         const int steps = item.steps;
         if constexpr (!values) {
 #pragma unroll
           for (int w = 0; w < Groups; ++w) {
             const int slot = count % QSlots * Groups + w;
-            mbarrier_wait(shared.q_empty + slot, ~(count / QSlots) & 1);
+            mbarrier_sleep(shared.q_empty + slot, ~(count / QSlots) & 1);
             if (lane != 0) continue;
             if (steps < 0) {
               mbarrier_arrive(shared.q_full + slot);
@@ -179,7 +179,7 @@ __device__ __forceinline__ void produce(const Shared<D, Groups, Stages, Keys, QS
             const bool mine = lane < Keys >> shift, inside = (u32)page < (u32)num_blocks;
             const u32 missing = __ballot_sync(0xffffffffu, mine && at < len && !inside);
             if (!inside) page = num_blocks;  // arrives as zeros
-            mbarrier_wait(empty + stage, free);
+            mbarrier_sleep(empty + stage, free);
             if (lane == 0) {
               if constexpr (!values) shared.lost[stage] = missing;
               mbarrier_arrive_expect(full + stage, shared.Step);
@@ -193,7 +193,7 @@ __device__ __forceinline__ void produce(const Shared<D, Groups, Stages, Keys, QS
                             page);
             }
           } else if (lane == 0) {
-            mbarrier_wait(empty + stage, free);
+            mbarrier_sleep(empty + stage, free);
             mbarrier_arrive_expect(full + stage, shared.Step);
             tma_load_5d(ring + stage * shared.Step, map, full + stage, 0, k_row + t * Keys, 0, kv_head,
                         Kind == Dense ? sequence : 0);

@@ -55,3 +55,18 @@ __device__ __forceinline__ void mbarrier_wait(u64 *barrier, u32 parity) {
   while (!mbarrier_test(barrier, parity)) {
   }
 }
+
+// The same for a warp that has time: it sleeps until the phase is complete (or a millisecond is over, then again), where
+// mbarrier_wait asks again and again and takes issue slots and power from the warps that compute.
+__device__ __forceinline__ void mbarrier_sleep(u64 *barrier, u32 parity) {
+  u32 done;
+  do {
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2, %3;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity), "n"(1000000)
+        : "memory");
+  } while (!done);
+}
