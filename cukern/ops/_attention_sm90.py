@@ -87,7 +87,7 @@ def worthwhile(rows: int, keys: int, head_dim: int) -> bool:
     return rows >= MIN_ROWS or (head_dim == 128 and rows >= FEW_ROWS and keys >= MIN_KEYS)
 
 
-SHORT_COST, ITEM_COST, MANY_ROUNDS = 0.78, 1.5, 8
+SHORT_COST, ITEM_COST, MANY_ROUNDS = 0.82, 1.5, 8
 """Measured with three warpgroups: time of a tile of 128 rows beside one of 192; of any tile, in steps of keys. With
 more tiles than that to a block, shares come out even by themselves."""
 
