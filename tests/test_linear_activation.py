@@ -59,14 +59,48 @@ def test_wrong_arguments(backend: Any, rng: np.random.Generator) -> None:
     for options, match in (
         ({"activation": "gelu"}, "activation must be None or \"swiglu\", got 'gelu'"),
         ({"activation": ["swiglu"]}, "activation must be None"),
+        ({"activation": np.array(["swiglu"])}, "activation must be None"),
+        ({"activation": np.array(["swiglu", "swiglu"])}, "activation must be None"),
         ({"residual": stream}, "residual or activation, not both"),
         ({"out": backend.put(np.zeros((3, 32), np.float16))}, r"out has shape \(3, 32\), expected \(3, 16\)"),
         ({"out": w.reshape(-1)[:48].reshape(3, 16)}, "shares? memory"),
         ({"backend": "mkl"}, "backend must be"),
+        ({"backend": np.array(["cukern", "cublas"])}, "backend must be"),
     ):
         with pytest.raises(ValueError, match=match):
             linear(x, w, **{"activation": "swiglu", **options})
     with pytest.raises(ValueError, match="N is odd"):
         linear(x, w[:31], activation="swiglu")
-    with pytest.raises(ValueError, match="activation"):
-        reference.linear(backend.get(x), backend.get(w), activation="relu")
+    for static in ("no", None, 2):
+        for activation in (None, "swiglu"):
+            with pytest.raises(TypeError, match="static_weight must be True or False"):
+                linear(x, w, activation=activation, static_weight=static)
+
+
+def test_wrong_arguments_of_the_reference(rng: np.random.Generator) -> None:
+    x, w = (rng.standard_normal(shape).astype(np.float16) for shape in ((3, 8), (6, 8)))
+    for options, match in (
+        ({"activation": "relu"}, "activation must be None"),
+        ({"activation": np.array("swiglu")}, "activation must be None"),
+        ({"weight": w[:5]}, "N is odd"),
+        ({"weight": w[0]}, "do not fit"),
+        ({"weight": w[0, 0]}, "do not fit"),
+        ({"residual": np.zeros((3, 6), np.float32)}, "residual or activation, not both"),
+        ({"out": np.zeros((2, 3, 3), np.float16)}, r"out has shape \(2, 3, 3\), expected \(3, 3\)"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            reference.linear(**{"x": x, "weight": w, "activation": "swiglu", **options})  # type: ignore[arg-type]
+
+
+def test_out_decides_the_dtype(backend: Any, rng: np.random.Generator) -> None:
+    """As it does without an activation."""
+    x, w = problem(backend, rng, np.float16, 3, 32, 64)
+    want = linear(x, w, activation="swiglu", dtype=np.float32)
+    out = backend.put(np.zeros((3, 16), np.float32))
+    assert linear(x, w, activation="swiglu", out=out) is out
+    np.testing.assert_array_equal(backend.get(out), backend.get(want))
+    arrays = backend.get(x), backend.get(w)
+    in_reference = reference.linear(*arrays, activation="swiglu", out=np.zeros((3, 16), np.float32))
+    np.testing.assert_array_equal(in_reference, reference.linear(*arrays, activation="swiglu", dtype=np.float32))
+    with pytest.raises(TypeError, match="out has dtype float32, expected float16"):
+        linear(x, w, activation="swiglu", out=out, dtype=np.float16)

@@ -75,7 +75,7 @@ def linear(
         :func:`cukern.ops.swiglu` makes of y, bit for bit. On sm_90a in the same kernel where there is no bias and N is
         a multiple of 16, else in one behind it. Not with `residual`.
     dtype : dtype, optional
-        Of the result: that of `x` (default) or float32 (logits). With `residual` it is float32.
+        Of the result: that of `x` or float32 (logits); that of `out` or else `x` by default. float32 with `residual`.
     out : array [..., N], optional
         Written and returned; contiguous, no memory of an input. Not with `residual`.
     static_weight : bool
@@ -93,7 +93,7 @@ def linear(
     Raises
     ------
     TypeError
-        Wrong dtypes, or arrays in different places.
+        Wrong dtypes, arrays in different places, a `static_weight` that is no bool.
     ValueError
         Shapes that do not fit, K = 0, a non-contiguous `weight`, `out` or `residual`, an `out` that shares memory with
         an input, an unknown `backend` or `activation`.
@@ -104,8 +104,8 @@ def linear(
     -----
     NumPy arrays without emulation go to the reference (float32 and float64 too), with sums in NumPy's order.
     """
-    simple = out is None and backend == "cukern" and type(static_weight) is bool and plain_dtype(dtype)
-    simple = simple and (activation is None or type(activation) is str)
+    simple = out is None and type(static_weight) is bool and plain_dtype(dtype)
+    simple = simple and type(backend) is str and backend == "cukern" and (activation is None or type(activation) is str)
     if not simple:
         if activation is not None:
             return _activated(activation, x, weight, bias, residual, dtype, out, static_weight, backend, None)
@@ -146,13 +146,16 @@ def _activated(
     """A product and SwiGLU: in one kernel where there is one, else in two."""
     seen = None if given is None else kinds(*given)
     if seen is None or seen[0] not in _IN_TWO:
-        if activation != "swiglu":
+        if not (isinstance(activation, str) and activation == "swiglu"):
             raise ValueError(f'linear: activation must be None or "swiglu", got {activation!r}')
         if residual is not None:
             raise ValueError(
                 "linear: give residual or activation, not both: the residual is [..., N], the result N / 2"
             )
+        _check_options(static_weight, backend)
         place, (x, weight, bias, out) = place_arrays("linear", x=x, weight=weight, bias=bias, out=out)
+        if dtype is None and out is not None:
+            dtype = out.dtype
         out_dtype, n = _check(place, x, weight, bias, None, dtype, None)
         if n % 2:
             raise ValueError(f'linear: activation="swiglu" halves the rows of weight {tuple(weight.shape)}, N is odd')
@@ -213,8 +216,7 @@ def _linear(
     given: tuple[Any, Any] | None = None,
 ) -> Array:
     """`given`: arrays and options as given, to leave a plan for the next such call."""
-    if backend not in ("cukern", "cublas"):
-        raise ValueError(f'linear: backend must be "cukern" or "cublas", got {backend!r}')
+    _check_options(static_weight, backend)
     place, (x, weight, bias, residual, out) = place_arrays(
         "linear", x=x, weight=weight, bias=bias, residual=residual, out=out
     )
@@ -253,6 +255,13 @@ def _linear(
             *given, plan.kernel, plan.grid, plan.block, arguments, target, shared_mem=plan.shared_mem, pdl=plan.pdl
         )
     return target
+
+
+def _check_options(static_weight: Any, backend: Any) -> None:
+    if not isinstance(static_weight, (bool, np.bool_)):
+        raise TypeError(f"linear: static_weight must be True or False, got {static_weight!r}")
+    if not (isinstance(backend, str) and backend in ("cukern", "cublas")):
+        raise ValueError(f'linear: backend must be "cukern" or "cublas", got {backend!r}')
 
 
 def _check(

@@ -55,14 +55,12 @@ def linear(
     Raises
     ------
     ValueError
-        Shapes that do not fit together, an unknown activation.
+        Shapes that do not fit together, an unknown activation, one with an odd N or a residual.
     """
-    if activation is not None:
-        if activation != "swiglu" or residual is not None:
-            raise ValueError(f'linear: activation must be None or "swiglu", without residual, got {activation!r}')
-        return swiglu(linear(x, weight, bias=bias, dtype=dtype), out=out)
     if weight.ndim != 2 or x.ndim < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"linear: x {x.shape} and weight {weight.shape} do not fit: expected [..., K] and [N, K]")
+    if activation is not None:
+        return _activated(activation, x, weight, bias, residual, dtype, out)
     n, k = weight.shape
     shape = (*x.shape[:-1], n)
     for name, array, want in (("bias", bias, (n,)), ("residual", residual, shape), ("out", out, shape)):
@@ -85,3 +83,26 @@ def linear(
         return y.astype(x.dtype if dtype is None else dtype, copy=False)
     out[...] = y.astype(out.dtype, copy=False)
     return out
+
+
+def _activated(
+    activation: str,
+    x: np.ndarray,
+    weight: np.ndarray,
+    bias: np.ndarray | None,
+    residual: np.ndarray | None,
+    dtype: Any,
+    out: np.ndarray | None,
+) -> np.ndarray:
+    if not (isinstance(activation, str) and activation == "swiglu"):
+        raise ValueError(f'linear: activation must be None or "swiglu", got {activation!r}')
+    if residual is not None:
+        raise ValueError("linear: give residual or activation, not both: the residual is [..., N], the result N / 2")
+    if weight.shape[0] % 2:
+        raise ValueError(f'linear: activation="swiglu" halves the rows of weight {weight.shape}, N is odd')
+    if out is not None:
+        shape = (*x.shape[:-1], weight.shape[0] // 2)
+        if out.shape != shape:
+            raise ValueError(f"linear: out has shape {out.shape}, expected {shape}")
+        dtype = out.dtype if dtype is None else dtype
+    return swiglu(linear(x, weight, bias=bias, dtype=dtype), out=out)
