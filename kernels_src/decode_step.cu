@@ -6,19 +6,19 @@
 //           2 head norms, rotation, cache write, attention by chunks     5 down product, added to the residual
 //           3 output product, added to the residual
 //           then the last norm and the head. Results reach the other blocks as tagged words, or (DIRECT 0: many rows) with a
-//           barrier after each; and with a barrier behind 2 if long sequences have many chunks.
+//           barrier after each; a sequence of many chunks takes one more exchange behind 2, see decode/merge.cuh.
 // Layouts   as the operators have them: weights [N, K], caches [L, blocks, Hkv, page, D], tables [ROWS, max_blocks];
 //           partial results of attention as in attention_decode.cu, logits float [ROWS, V]. What goes from block to block
 //           (see Link): qkv T [ROWS, (Hq + 2 Hkv) D], attended T [ROWS, Hq D], gated T [ROWS, I], the residual stream behind
-//           attention and behind the MLP, float [ROWS, H] each.
+//           attention and behind the MLP, float [ROWS, H] each; parts of attention with their statistics.
 //           layers: one entry of LayerPointers a layer. state: [0] the barrier's counter, [1 + block] launches so far.
 // Bound     bytes of all weights, and of the keys and values of the sequences
 // Launch    cooperative, gridDim.x = blocks that fit (one a multiprocessor), 512 threads, dynamic shared memory SHARED_BYTES
 // Numerics  the bits of every result are those of the operators called one after another (docs/numerics.md)
 // Template  T half | bf16; the model and the batch by macros, see decode/shape.cuh
 // PROFILE   every warp writes its clock at points of each layer (MARK) into `stamps` [gridDim.x, LAYERS + 1, MARKS, WARPS]
-// Measured: 43 % of 4.8 TB/s (Qwen3-0.6B, batch 1, context 127); H200, docs/performance.md
-#include "decode/attention.cuh"
+// Measured: 48 % of 4.8 TB/s (Qwen3-0.6B, batch 1, context 127); H200, docs/performance.md
+#include "decode/merge.cuh"
 #include "ptx/grid_barrier.cuh"
 
 #if PROFILE
@@ -55,7 +55,7 @@ __device__ __forceinline__ void prepare(unsigned char *shared, const int *token_
   const int thread = threadIdx.x;
   if (thread < 5) {
     plan.first[thread] = first_tile(thread, blockIdx.x);
-    plan.units[thread] = (first_tile(thread, blockIdx.x + 1) - plan.first[thread]) * product_segments(thread);
+    plan.units[thread] = (first_tile(thread, blockIdx.x + 1) - plan.first[thread]) * product_units(thread);
   }
   constexpr int Pointers = LAYERS * (int)(sizeof(LayerPointers) / 8);
   for (int i = thread; i < Pointers; i += THREADS)
@@ -81,13 +81,13 @@ __device__ __forceinline__ void prepare(unsigned char *shared, const int *token_
     table_row(positions[i / HEAD_DIM], rope_length, position);
     rotations[i] = rope[position * HEAD_DIM + i % HEAD_DIM];
   }
-  // Rows of q and p beyond the heads of an item stay zero.
-  for (int i = thread; i < (Shared::key_max - Shared::q) / 16; i += THREADS)
-    reinterpret_cast<uint4 *>(shared + Shared::q)[i] = make_uint4(0, 0, 0, 0);
+  // Rows of q and p beyond the heads of an item are of no use, but are read.
+  for (int i = thread; i < TEAMS * TeamShared::bytes / 16; i += THREADS)
+    reinterpret_cast<uint4 *>(shared + Shared::teams)[i] = make_uint4(0, 0, 0, 0);
   if (thread == 0) *reinterpret_cast<uint4 *>(shared + Shared::zeros) = make_uint4(0, 0, 0, 0);
   __syncthreads();
   float *const own = reinterpret_cast<float *>(shared + Shared::own);
-  const int columns = plan.units[O] / product_segments(O) * 8;
+  const int columns = plan.units[O] / product_units(O) * 8;
   for (int i = thread; i < ROWS * columns; i += THREADS) {
     const int row = i / columns, column = i % columns, id = rows[row].embedding;
     own[row * OWNED * 8 + column] =
@@ -103,6 +103,10 @@ __device__ __forceinline__ void prepare(unsigned char *shared, const int *token_
   __syncthreads();
 }
 
+template <int N> struct IntTag {
+  static constexpr int value = N;
+};
+
 template <class T>
 __global__ void __launch_bounds__(THREADS, 1)
     decode_step(const int *token_ids, const int *positions, const i64 *slots, const int *tables, const int *seq_lens,
@@ -116,7 +120,6 @@ __global__ void __launch_bounds__(THREADS, 1)
   float *const partial = reinterpret_cast<float *>(shared + Shared::partial);
   float *const own = reinterpret_cast<float *>(shared + Shared::own);
   float *const groups = reinterpret_cast<float *>(shared + Shared::groups);
-  float *const head_norms = reinterpret_cast<float *>(shared + Shared::head_norms);
   const RowState *const rows = reinterpret_cast<const RowState *>(shared + Shared::rows);
   const Plan &plan = *reinterpret_cast<const Plan *>(shared + Shared::plan);
 
@@ -138,36 +141,30 @@ __global__ void __launch_bounds__(THREADS, 1)
       barrier.wait();
   };
 
-  T *const keys = reinterpret_cast<T *>(shared + Shared::kv);
-  Attention<T> attention{keys, keys + KEYS * HEAD_DIM, reinterpret_cast<T *>(shared + Shared::q),
-                         reinterpret_cast<T *>(shared + Shared::p), reinterpret_cast<float *>(shared + Shared::key_max),
-                         reinterpret_cast<float *>(shared + Shared::key_sum), head_norms,
-                         reinterpret_cast<const float *>(shared + Shared::rotations), rows, tables, max_blocks, page_shift,
-                         num_blocks, max_chunks, eps, c, part_acc, part_stats, part_words, Link{attended, 0}, Link{qkv, 0},
-                         false, plan};
-  const bool has_item = (int)blockIdx.x < attention.items();
-  const int first_pages = has_item ? attention.pages(attention.item(blockIdx.x)) : -1;
-  attention.together = attention.chunks() > ROWS && attention.chunks() > INLINE_CHUNKS;
+  Attention<T> attention{shared, rows, tables, max_blocks, page_shift, num_blocks, max_chunks, eps, c, part_acc, part_stats,
+                         part_words, Link{attended, 0}, Link{qkv, 0}, plan};
+  attention.choose();
   const i64 cache_layer = ((i64)num_blocks * KV_HEADS << page_shift) * HEAD_DIM;
   auto fetch_first_item = [&](int layer) {
-    if (!has_item) return;
-    const Item item = attention.item(blockIdx.x);
-    attention.template copy<Kv::key>(item, first_pages, k_cache + layer * cache_layer);
-    attention.template copy<Kv::value>(item, first_pages, v_cache + layer * cache_layer);
     stream.issued = 0;
+    if (attention.item_count() == 0) return cp_async_commit();
+    const Item item = attention.first();
+    const int first_pages = attention.first_pages();
+    attention.copy_values(item, first_pages, v_cache + layer * cache_layer);
+    attention.prefetch_keys(item, first_pages, k_cache + layer * cache_layer);
   };
   NormWeights norm;
   // Of what other blocks have sent, or of the tokens' embeddings where the layer is 0.
-  auto norm_from = [&](int layer, const Link &link, int point) {
-    norm_rows(x, groups, norm, eps, [&](int row, int column) {
+  auto norm_from = [&](auto product, int layer, const Link &link, int point) {
+    norm_rows<decltype(product)::value>(x, groups, norm, eps, [&](int row, int column, bool wanted) {
       Vec<float, 4> v;
       if (layer > 0) {
-        v = link.receive_floats<HIDDEN>(row, column);
+        v = link.receive_floats<HIDDEN>(row, column, wanted);
       } else {
         const int id = rows[row].embedding;
         const Vec<T, 4> e = load_vec<T, 4>(embedding + (i64)max(id, 0) * HIDDEN + column);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) v.v[j] = id < 0 ? CUKERN_NAN : to_float(e.v[j]);
+        for (int j = 0; j < 4; ++j) v.v[j] = !wanted ? 0.f : id < 0 ? CUKERN_NAN : to_float(e.v[j]);
       }
       MARK(plan, point);
       (void)point;
@@ -179,67 +176,88 @@ __global__ void __launch_bounds__(THREADS, 1)
   for (int layer = 0; layer < LAYERS; ++layer) {
     const LayerPointers &w = plan.layers[layer];
     // ---- 1: QKV. What does not depend on the layer before is fetched while waiting for it.
+    Ahead<T> ahead;
     norm.announce(reinterpret_cast<const float *>(w.input_norm));
-    if (has_item && threadIdx.x < 2 * HEAD_DIM)
-      head_norms[threadIdx.x] =
-          reinterpret_cast<const float *>(threadIdx.x < HEAD_DIM ? w.q_norm : w.k_norm)[threadIdx.x % HEAD_DIM];
     if (!OVERLAY) fetch_first_item(layer);
     if (blockIdx.x == gridDim.x - 1) fetch_norms(w, layer + 1 < LAYERS ? plan.layers + layer + 1 : nullptr, final_norm);
+    ahead.template load<QKV, OVERLAY ? 0 : 1>(stream, unit);
     MARKS_OF(layer);
     MARK(plan, 0);
     if (layer > 0) meet();
-    if (plan.units[QKV] > 0) norm_from(layer, Link{after_mlp, tag}, 1);
+    if (plan.units[QKV] > 0) norm_from(IntTag<QKV>{}, layer, Link{after_mlp, tag}, 1);
     ++tag;
     MARK(plan, 2);
     attention.qkv.tag = attention.out.tag = tag;
-    multiply<QKV>(stream, unit, x, zeros, partial,
+    multiply<QKV>(stream, unit, x, zeros, partial, ahead,
                   StoreRounded<QKV_SIZE, T>{reinterpret_cast<const float *>(w.qkv_bias), attention.qkv});
     sent();
     if (OVERLAY) fetch_first_item(layer);
-    meet();
-    MARK(plan, 9);
 
     // ---- 2: attention
-    if (has_item) {
-      Item item = attention.item(blockIdx.x);
+    const int item_count = attention.item_count();
+    if (item_count > 0) {
       T *const layer_k = k_cache + layer * cache_layer, *const layer_v = v_cache + layer * cache_layer;
-      const int items = attention.items();
+      Item item = attention.first();
+      typename Attention<T>::Keys keys;
+      const int self = attention.team_thread();
+      const float *const norms = reinterpret_cast<const float *>(self < HEAD_DIM ? w.q_norm : w.k_norm);
+      const float head_norm = self < 2 * HEAD_DIM ? norms[self % HEAD_DIM] : 0.f;
+      attention.load_keys(keys, item, attention.first_pages(), layer_k);
+      Item next = item_count > 1 ? attention.next(item) : item;
+      int pages = item_count > 1 ? attention.pages(next) : -1;
+      meet();
+      MARK(plan, 9);
+      if (self < 2 * HEAD_DIM) attention.template mine<float>(TeamShared::head_norms)[self] = head_norm;
+      attention.team_barrier();
       int later = stream.issued;
-      for (int index = blockIdx.x; index < items; index += gridDim.x) {
-        const int next_index = index + gridDim.x;
-        const bool more = next_index < items;
-        const Item next = attention.item(more ? next_index : index);
-        const int pages = more ? attention.pages(next) : -1;
+      bool queries_there = false;
+#pragma unroll 1
+      for (int left = item_count; left > 0; --left) {
+        const bool more = left > 1;
+        const Item behind = left > 2 ? attention.next(next) : next;
+        const int pages_behind = left > 2 ? attention.pages(behind) : -1;
         attention.attend(
-            item, later, layer_k, layer_v,
-            [&]() { more ? attention.template copy<Kv::key>(next, pages, layer_k) : cp_async_commit(); },
-            [&]() { more ? attention.template copy<Kv::value>(next, pages, layer_v) : cp_async_commit(); });
+            item, keys, later, queries_there, more, layer_k, layer_v,
+            [&]() { if (more) attention.load_keys(keys, next, pages, layer_k); },
+            [&]() { if (more) attention.copy_values(next, pages, layer_v); });
+        queries_there = next.row == item.row && next.kv_head == item.kv_head;
         item = next;
-        later = -1;
+        next = behind;
+        pages = pages_behind;
+        later = 0;
       }
+    } else {
+      meet();
+      MARK(plan, 9);
     }
     MARK(plan, 21);
-    if (attention.together) {
-      barrier.arrive();
-      barrier.wait();
-      attention.merge_long(*reinterpret_cast<MergeMemory *>(keys));
+    if (DIRECT && OVERLAY) __syncthreads();  // the values may be overwritten
+    if (!attention.couples) {
+      MergeMemory &memory = *reinterpret_cast<MergeMemory *>(shared + Shared::kv);
+      if constexpr (DIRECT) {
+        __syncthreads();  // the values may be overwritten
+        meet_senders();
+        merge_received(attention, memory);
+      } else {
+        barrier.arrive();
+        barrier.wait();
+        merge_long(attention, memory);
+      }
     }
     MARK(plan, 22);
     sent();
     meet();
 
     // ---- 3: output product
+    ahead.template load<O>(stream, unit);
     if (plan.units[O] > 0) {
-      if (attention.together)
-        load_rows<Q_SIZE>(x, attention.out);
-      else
-        attention.load_merged(x, reinterpret_cast<float *>(shared + Shared::q));
+      load_rows<O>(x, attention.out);
       MARK(plan, 23);
       __syncthreads();
     }
     MARK(plan, 24);
     const int own_column = plan.first[O] * 8;
-    multiply<O>(stream, unit, x, zeros, partial,
+    multiply<O>(stream, unit, x, zeros, partial, ahead,
                 AddToResidual<T>{reinterpret_cast<const float *>(w.o_bias), own, Link{after_attention, tag}, own_column});
     sent();
     norm.announce(reinterpret_cast<const float *>(w.post_norm));
@@ -247,29 +265,32 @@ __global__ void __launch_bounds__(THREADS, 1)
     meet();
 
     // ---- 4: gate and up
-    if (plan.units[GATE_UP] > 0) norm_from(LAYERS, Link{after_attention, tag}, 32);
+    ahead.template load<GATE_UP>(stream, unit);
+    if (plan.units[GATE_UP] > 0) norm_from(IntTag<GATE_UP>{}, LAYERS, Link{after_attention, tag}, 32);
     MARK(plan, 33);
-    multiply<GATE_UP>(stream, unit, x, zeros, partial, StoreSwiglu<T>{Link{gated, tag}});
+    multiply<GATE_UP>(stream, unit, x, zeros, partial, ahead, StoreSwiglu<T>{Link{gated, tag}});
     sent();
     meet();
 
     // ---- 5: down
+    ahead.template load<DOWN>(stream, unit);
     if (plan.units[DOWN] > 0) {
-      load_rows<INTERMEDIATE>(x, Link{gated, tag});
+      load_rows<DOWN>(x, Link{gated, tag});
       MARK(plan, 40);
       __syncthreads();
     }
     MARK(plan, 41);
-    multiply<DOWN>(stream, unit, x, zeros, partial, AddToResidual<T>{nullptr, own, Link{after_mlp, tag}, own_column});
+    multiply<DOWN>(stream, unit, x, zeros, partial, ahead, AddToResidual<T>{nullptr, own, Link{after_mlp, tag}, own_column});
     sent();
   }
   norm.announce(final_norm);
+  Ahead<T> ahead;
   MARKS_OF(LAYERS);
   MARK(plan, 0);
   meet();
-  if (plan.units[HEAD] > 0) norm_from(LAYERS, Link{after_mlp, tag}, 1);
+  if (plan.units[HEAD] > 0) norm_from(IntTag<HEAD>{}, LAYERS, Link{after_mlp, tag}, 1);
   MARK(plan, 2);
-  multiply<HEAD>(stream, unit, x, zeros, partial, StoreLogits<T>{logits});
+  multiply<HEAD>(stream, unit, x, zeros, partial, ahead, StoreLogits<T>{logits});
   cp_async_wait<0>();
   if (threadIdx.x == 0) ++state[1 + blockIdx.x];
   (void)weights;

@@ -136,7 +136,7 @@ def test_batch_of_every_size(name: str, count: int) -> None:
     ],
 )
 def test_long_sequences_are_merged_in_both_ways(lengths: tuple[int, ...], block_size: int) -> None:
-    """By every block if there are three or four chunks in all, together beyond."""
+    """With tagged words for one or two sequences, behind a barrier for more."""
     scene = Scene(model_of("hd128-fp16"), lengths, block_size=block_size)
     assert_same(scene, scene.stepped(4), scene.expected())
 
@@ -151,6 +151,27 @@ def test_large_shared_memory(shared_kb: int, count: int) -> None:
     assert layout.ring_k == 128
     assert layout.overlay == (shared_kb == 160)
     assert_same(scene, scene.stepped(4, max_shared_mem=shared_kb << 10), scene.expected())
+
+
+@pytest.mark.parametrize("lengths", [(3,), (127,), (200,), (128, 500)])
+def test_two_segments_at_once(lengths: tuple[int, ...], tmp_path: Path) -> None:
+    """Products of an even number of segments, on enough blocks, with rings of exactly one unit."""
+    config = replace(
+        model_of("hd128-fp16").config,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=3,
+        vocab_size=256,
+    )
+    model = Qwen3.from_pretrained(make_checkpoint(tmp_path, config, "float16", std=0.1), device="emulated")
+    scene = Scene(model, lengths, steps=2)
+    layout = plan_layout(model.config, len(lengths), 17, 227 << 10)
+    assert isinstance(layout, Layout)
+    assert (layout.direct, layout.ring_k, layout.slots) == (True, 128, 4)
+    with cukern.emulate(check=False):
+        assert_same(scene, scene.stepped(17, 2, max_shared_mem=227 << 10), scene.expected(2))
 
 
 @pytest.mark.parametrize("order", ["down", "random"])

@@ -30,11 +30,11 @@ _WARPS = 16
 _PROFILE_BYTES = 8 * _WARPS  # of struct Plan
 _THREADS = 32 * _WARPS
 _MERGE_BYTES = 35872  # sizeof(MergeMemory)
-# In order of preference: (K of a ring's slot, fewest slots, whether keys and values lie over x).
-_RINGS = ((128, 3, False), (128, 2, True), (64, 1, True))
-_MOST_SLOTS = 8
+# In order of preference: (K of a ring's slot, fewest slots, whether values lie over x, teams).
+_RINGS = ((128, 3, False, 2), (128, 2, True, 2), (128, 2, True, 1), (64, 1, True, 1))
+_MOST_SLOTS, _MOST_DIRECT_SLOTS = 8, 4  # see PAIRS of kernels_src/decode/shape.cuh
 _MOST_DIRECT_ROWS = 2
-_INLINE_CHUNKS, _PART_PADDING = 3, 8  # see kernels_src/decode/attention.cuh
+_PART_PADDING = 8  # PART_WORDS of kernels_src/decode/shape.cuh
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,8 @@ class Layout:
     ----------
     rows : int
         Sequences the kernel computes: the batch rounded up to 1, 2, 4, 8 or 16.
+    blocks : int
+        Thread blocks of the launch.
     ring_k, slots : int
         K of a slot (8 rows of a weight), and slots in each warp's ring.
     partials : int
@@ -53,18 +55,22 @@ class Layout:
         Most tiles (8 columns) of the residual stream that a block keeps.
     direct : bool
         Results go from block to block as tagged words instead of through a grid barrier.
+    teams : int
+        Chunks of attention that a block works on at a time.
     overlay : bool
-        Keys and values share their memory with the rows of x.
+        Values share their memory with the rows of x.
     shared_bytes : int
         Dynamic shared memory of a block.
     """
 
     rows: int
+    blocks: int
     ring_k: int
     slots: int
     partials: int
     owned: int
     direct: bool
+    teams: int
     overlay: bool
     shared_bytes: int
 
@@ -118,24 +124,24 @@ def plan_layout(config: Qwen3Config, batch: int, blocks: int, max_shared_mem: in
         if segments > 1:
             partials = max(partials, segments * -(-(n // 8) // blocks))
     owned = -(-(c.hidden_size // 8) // blocks)
-    for ring_k, fewest, overlay in _RINGS:
-        fixed, slot = _fixed_bytes(c, rows, partials, owned, overlay), _WARPS * 16 * ring_k
-        slots = min((max_shared_mem - fixed) // slot, _MOST_SLOTS)
+    direct = rows <= _MOST_DIRECT_ROWS
+    for ring_k, fewest, overlay, teams in _RINGS:
+        fixed, slot = _fixed_bytes(c, rows, partials, owned, overlay, teams), _WARPS * 16 * ring_k
+        slots = min((max_shared_mem - fixed) // slot, _MOST_DIRECT_SLOTS if direct else _MOST_SLOTS)
         if slots >= fewest:
-            return Layout(
-                rows, ring_k, slots, partials, owned, rows <= _MOST_DIRECT_ROWS, overlay, fixed + slots * slot
-            )
+            return Layout(rows, blocks, ring_k, slots, partials, owned, direct, teams, overlay, fixed + slots * slot)
     need = fixed + fewest * slot
     return f"a batch of {batch}: it takes {need} bytes of shared memory a block, there are {max_shared_mem}"
 
 
-def _fixed_bytes(c: Qwen3Config, rows: int, partials: int, owned: int, overlay: bool) -> int:
+def _fixed_bytes(c: Qwen3Config, rows: int, partials: int, owned: int, overlay: bool, teams: int) -> int:
     """Shared memory without the rings: struct Shared of kernels_src/decode/shape.cuh."""
-    x = rows * (max(c.hidden_size, c.q_size, c.intermediate_size) + 8) * 2
-    kv = max(2 * ATTN_CHUNK * c.head_dim * 2, _MERGE_BYTES)
+    longest = max(c.hidden_size, c.q_size, c.intermediate_size)
+    x = rows * (longest + 8 + (longest // 256 * 32 if rows <= _MOST_DIRECT_ROWS else 0)) * 2
+    kv = max(teams * ATTN_CHUNK * c.head_dim * 2, _MERGE_BYTES)
     groups = ATTN_CHUNK // 16
-    attention = 16 * c.head_dim * 2 + 16 * ATTN_CHUNK * 2 + (16 + 64) * groups * 4
-    state = (partials + owned) * rows * 32 + rows * 32 + 2 * c.head_dim * 4 + rows * c.head_dim * 4 + rows * 32
+    attention = teams * (17 * c.head_dim * 2 + 16 * ATTN_CHUNK * 2 + (16 + 64) * groups * 4 + 2 * c.head_dim * 4 + 144)
+    state = (partials + owned) * rows * 32 + rows * 32 + rows * c.head_dim * 4 + rows * 32
     plan = c.num_hidden_layers * 80 + 8 + 2 * 5 * 4
     return 16 + (max(x, kv) if overlay else x + kv) + attention + state + plan
 
@@ -230,10 +236,11 @@ class DecodeStep:
                 c.hidden_size,
             )
             self._links = tuple(xp.zeros((rows, n), np.uint64) for n in links)
-            heads = (rows, c.num_attention_heads)
-            self._part_words = xp.zeros((*heads, _INLINE_CHUNKS, c.head_dim + _PART_PADDING), np.uint64)
-            self._part_acc = xp.empty((*heads, self._max_chunks, c.head_dim), np.float32)
-            self._part_stats = xp.empty((*heads, self._max_chunks, 8), np.float32)
+            parts = (rows, c.num_attention_heads, self._max_chunks)
+            words, floats = (1, 0) if layout.direct else (0, 1)
+            self._part_words = xp.zeros((words, *parts, c.head_dim + _PART_PADDING), np.uint64)
+            self._part_acc = xp.empty((floats, *parts, c.head_dim), np.float32)
+            self._part_stats = xp.empty((floats, *parts, 8), np.float32)
             self._state = xp.zeros(1 + self.blocks, np.uint64)
             self.stamps = (
                 xp.zeros((self.blocks, c.num_hidden_layers + 1, MARKS, _WARPS), np.uint32) if profile else None
@@ -385,11 +392,13 @@ def kernel_defines(config: Qwen3Config, layout: Layout, profile: bool = False) -
         "ATTENTION_CHUNK": ATTN_CHUNK,
         "ATTENTION_TILE": ATTN_TILE,
         "ROWS": layout.rows,
+        "BLOCKS": layout.blocks,
         "RING_K": layout.ring_k,
         "RING_SLOTS": layout.slots,
         "PARTIALS": layout.partials,
         "OWNED": layout.owned,
         "DIRECT": int(layout.direct),
+        "ATTENTION_TEAMS": layout.teams,
         "OVERLAY": int(layout.overlay),
         "SHARED_BYTES": layout.shared_bytes,
         "PROFILE": int(profile),

@@ -1,14 +1,17 @@
-// Attention of one step over the paged cache, the same bits as attention_decode.cu: an item is a chunk of 128 keys of one
-// sequence for the query heads of one key/value head, the rows of a 16-row mma tile. Its block also norms and rotates these
-// heads and, in the last chunk, the new key, and writes key and value to the cache.
-// A sequence of one chunk is finished here; the chunks of a longer one go to the workspace and are merged afterwards, either by
-// every block as it loads the rows of the next product, or, if there are many, by all blocks together behind a barrier.
+// Attention of one step over the paged cache, the same bits as attention_decode.cu. An item is a chunk of 128 keys of one
+// sequence for the query heads of one key/value head, the rows of a 16-row mma tile; a team of 8 warps works on it. Its keys go
+// from the cache to registers, its values to shared memory, those of the next item while this one is computed. The team also
+// norms and rotates its heads and, in the last chunk, the new key, and writes key and value to the cache.
+// A sequence of no more chunks than a block has teams is finished in that block; the parts of a longer one are merged by the
+// blocks together (decode/merge.cuh).
 // Test: tests/test_decode_step.py
 #pragma once
 #include "common/head_norm.cuh"
 #include "common/kv_tile.cuh"
 #include "common/paged.cuh"
 #include "decode/rows.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/named_barrier.cuh"
 
 constexpr int HEAD_LANES = HEAD_DIM > 128 ? 16 : HEAD_DIM > 64 ? 8 : HEAD_DIM > 32 ? 4 : HEAD_DIM > 16 ? 2 : 1;
 
@@ -17,31 +20,89 @@ struct Item {
 };
 
 template <class T> struct Attention {
-  T *keys, *values, *q, *p;
-  float *key_max, *key_sum;
-  const float *head_norms, *rotations;  // [2][HEAD_DIM] of this layer; [ROWS][HEAD_DIM]
+  unsigned char *shared;
   const RowState *rows;
   const int *tables;
   int max_blocks, page_shift, num_blocks, max_chunks;
   float eps, c;
   float *part_acc, *part_stats;  // [ROWS, HEADS, max_chunks, HEAD_DIM], [.., 8]
-  u64 *part_words;               // with DIRECT, of chunks that are not merged together: [ROWS, HEADS, INLINE_CHUNKS, PART_WORDS]
+  u64 *part_words;               // with DIRECT instead of these: [ROWS, HEADS, max_chunks, PART_WORDS]
   Link out;                      // T [ROWS, Q_SIZE]
   Link qkv;                      // T [ROWS, QKV_SIZE]
-  bool together;                 // chunks are merged behind a barrier
   const Plan &plan;
+  bool couples;                  // no sequence has more chunks than there are teams: nothing is left to merge
+
+  __device__ __forceinline__ static int team() { return (int)(threadIdx.x / TEAM_THREADS); }
+  __device__ __forceinline__ static int team_thread() { return this_thread() % TEAM_THREADS; }
+  __device__ __forceinline__ static void team_barrier() { named_barrier_sync(1 + team(), TEAM_THREADS); }
+  template <class U> __device__ __forceinline__ U *mine(int offset) const {
+    return reinterpret_cast<U *>(shared + Shared::teams + team() * TeamShared::bytes + offset);
+  }
+  __device__ __forceinline__ T *values() const {
+    return reinterpret_cast<T *>(shared + Shared::kv) + team() * (KEYS * HEAD_DIM);
+  }
 
   __device__ __forceinline__ int items() const {
     return rows[ROWS - 1].first_item + rows[ROWS - 1].chunks * KV_HEADS;
   }
-  __device__ __forceinline__ int chunks() const { return items() / KV_HEADS; }
 
+  // How the items are dealt. A couple is one item for each team of a block; else a team takes neighbouring items, which mostly
+  // have the same query heads.
+  __device__ __forceinline__ void choose() {
+    const int count = items(), blocks = (int)gridDim.x, block = (int)blockIdx.x;
+    couples = true;
+    for (int r = 0; r < ROWS; ++r) couples = couples && rows[r].chunks <= TEAMS;
+    int first_item = 0, item_count = 0;
+    if (couples) {
+      for (int index = block + (ROWS * KV_HEADS - 1) / blocks * blocks; index >= block; index -= blocks)
+        if (index < ROWS * KV_HEADS && team() < rows[index / KV_HEADS].chunks) {
+          first_item = index;
+          ++item_count;
+        }
+    } else if (count <= blocks) {
+      first_item = block;
+      item_count = team() == 0 && block < count ? 1 : 0;
+    } else if (team() < TEAMS) {
+      const i64 streams = (i64)blocks * TEAMS, stream = (i64)team() * blocks + block;
+      first_item = (int)(count * stream / streams);
+      item_count = (int)(count * (stream + 1) / streams) - first_item;
+    }
+    const int self = team_thread();
+    if (team() < TEAMS && self < 32) {
+      const Item i = item_count > 0 ? item(first_item) : Item{0, 0, 0};
+      if (self == 0) *mine<int4>(TeamShared::first) = make_int4(i.row, i.kv_head, i.chunk, item_count);
+      mine<int>(TeamShared::first_pages)[self] = item_count > 0 ? pages(i) : -1;
+    }
+    __syncthreads();
+  }
+  __device__ __forceinline__ int item_count() const {  // of this team
+    return TEAMS == 2 || team() == 0 ? mine<int4>(TeamShared::first)->w : 0;
+  }
+  __device__ __forceinline__ Item first() const {
+    const int4 i = *mine<int4>(TeamShared::first);
+    return Item{i.x, i.y, i.z};
+  }
+  __device__ __forceinline__ int first_pages() const { return mine<int>(TeamShared::first_pages)[lane_id()]; }
+  // The item behind `i`, if there is one.
+  __device__ __forceinline__ Item next(Item i) const {
+    if (couples) {
+      int index = i.row * KV_HEADS + i.kv_head;
+      do index += (int)gridDim.x;
+      while (index < ROWS * KV_HEADS && team() >= rows[index / KV_HEADS].chunks);
+      return Item{index / KV_HEADS, index % KV_HEADS, team()};
+    }
+    if (++i.chunk < rows[i.row].chunks) return i;
+    i.chunk = 0;
+    if (++i.kv_head < KV_HEADS) return i;
+    return Item{i.row + 1, 0, 0};
+  }
   __device__ __forceinline__ Item item(int index) const {
+    if (couples) return Item{index / KV_HEADS, index % KV_HEADS, team()};
     int row = 0;
     for (int r = 1; r < ROWS; ++r)
       if (index >= rows[r].first_item) row = r;
     index -= rows[row].first_item;
-    return Item{row, index % KV_HEADS, index / KV_HEADS};
+    return Item{row, index / rows[row].chunks, index % rows[row].chunks};
   }
 
   __device__ __forceinline__ bool is_last(const Item &i) const { return i.chunk == rows[i.row].chunks - 1; }
@@ -51,27 +112,115 @@ template <class T> struct Attention {
   __device__ __forceinline__ int pages(const Item &i) const {
     return fetch_pages<KEYS>(tables + (i64)i.row * max_blocks, i.chunk * KEYS, rows[i.row].length, page_shift);
   }
-  template <Kv Kind> __device__ __forceinline__ void copy(const Item &i, int pages, const T *cache) const {
-    const int end = rows[i.row].length - (is_fresh(i) ? 1 : 0);
-    copy_pages<T, HEAD_DIM, KEYS, THREADS, Kind, 4>(
-        Kind == Kv::key ? keys : values, cache + ((i64)i.kv_head << page_shift) * HEAD_DIM,
-        ((i64)KV_HEADS << page_shift) * HEAD_DIM, HEAD_DIM, pages, i.chunk * KEYS, end, page_shift, num_blocks);
-    cp_async_commit();
+  // First element of a key or value of the item, `key` keys behind the first. A layer's rows are counted in 32 bits.
+  __device__ __forceinline__ i64 cache_row(const Item &i, int block, int key) const {
+    const u32 head = (u32)block * KV_HEADS + (u32)i.kv_head;
+    return (i64)((head << page_shift) + (u32)((i.chunk * KEYS + key) & ((1 << page_shift) - 1))) * HEAD_DIM;
   }
 
-  // The query heads of an item; of the last chunk the new key and value too. Two phases: `load` before the cached keys are
-  // there, `place` after.
+  // The item's values into shared memory; keys past the end get zeros, the new one is not touched.
+  __device__ __forceinline__ void copy_values(const Item &i, int pages, const T *cache) const {
+    constexpr int Pieces = HEAD_DIM / 8;
+    static_assert(KEYS * Pieces % TEAM_THREADS == 0, "whole turns");
+    const int self = team_thread(), left = rows[i.row].length - i.chunk * KEYS, fresh = is_fresh(i) ? left - 1 : -1;
+    T *const tile = values();
+    auto copy = [&](T *to, int row, int piece) {
+      const int block = __shfl_sync(0xffffffffu, pages, row >> page_shift);
+      const bool ok = row < left && (u32)block < (u32)num_blocks;
+      if (row != fresh) cp_async_16(to, cache + ((ok ? cache_row(i, block, row) : 0) + piece * 8), ok);
+    };
+    constexpr int Step = TEAM_THREADS / Pieces;  // rows of a turn
+    if constexpr (TEAM_THREADS % Pieces == 0 && Step % 8 == 0) {  // a thread stays in its column
+      const int row = self / Pieces, piece = self % Pieces;
+      T *const to = tile + RowTile<HEAD_DIM>::at(row, piece);
+#pragma unroll
+      for (int turn = 0; turn < KEYS / Step; ++turn) copy(to + turn * Step * HEAD_DIM, row + turn * Step, piece);
+    } else {
+#pragma unroll 2
+      for (int n = self; n < KEYS * Pieces; n += TEAM_THREADS)
+        copy(tile + RowTile<HEAD_DIM>::at(n / Pieces, n % Pieces), n / Pieces, n % Pieces);
+    }
+    cp_async_commit();
+  }
+  // Into L2.
+  __device__ __forceinline__ void prefetch_keys(const Item &i, int pages, const T *cache) const {
+    const int self = team_thread(), key = self / 2, half = self % 2 * 64;
+    const int block = __shfl_sync(0xffffffffu, pages, key >> page_shift);
+    if (half < HEAD_DIM && i.chunk * KEYS + key < rows[i.row].length && (u32)block < (u32)num_blocks)
+      prefetch_line(cache + cache_row(i, block, key) + half);
+  }
+
+  // Keys as B operands of the scores, straight from the cache: a warp has 16 of them. A lane loads 8 elements of every 32, all
+  // of one step of 16, and gives 4 of them for 4 of the other step to its neighbour (`exchange`); the queries lie accordingly.
+  // Keys past the end are zero; those of a block outside the cache become NaN and so do the rows that see them.
+  static constexpr int Wide = HEAD_DIM / 32, Tail = HEAD_DIM % 32 / 16;
+  struct Keys {
+    uint4 k[2][Wide > 0 ? Wide : 1];
+    uint2 tail[2];
+
+    __device__ __forceinline__ void exchange() {
+      const bool upper = threadIdx.x & 2;
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int i = 0; i < Wide; ++i) {
+          uint4 &v = k[h][i];
+          const u32 a = __shfl_xor_sync(0xffffffffu, upper ? v.x : v.z, 2);
+          const u32 b = __shfl_xor_sync(0xffffffffu, upper ? v.y : v.w, 2);
+          v = upper ? make_uint4(a, b, v.z, v.w) : make_uint4(v.x, v.y, a, b);
+        }
+    }
+    __device__ __forceinline__ void set(int h, const T *key) {  // after the exchange, from all elements of the key
+      const int t = threadIdx.x & 3;
+      const T *const from = key + ((t & 1) * 2 + (t >> 1)) * 4;
+#pragma unroll
+      for (int i = 0; i < Wide; ++i) {
+        const uint2 a = *reinterpret_cast<const uint2 *>(from + i * 32);
+        const uint2 b = *reinterpret_cast<const uint2 *>(from + i * 32 + 16);
+        k[h][i] = make_uint4(a.x, a.y, b.x, b.y);
+      }
+      if (Tail) tail[h] = *reinterpret_cast<const uint2 *>(from + Wide * 32);
+    }
+    __device__ __forceinline__ uint2 step(int h, int s) const {
+      if (s / 2 >= Wide) return tail[h];
+      const uint4 &v = k[h][s / 2 < Wide ? s / 2 : 0];
+      return s % 2 == 0 ? make_uint2(v.x, v.y) : make_uint2(v.z, v.w);
+    }
+  };
+  __device__ __forceinline__ void load_keys(Keys &keys, const Item &i, int pages, const T *cache) const {
+    const int self = team_thread(), lane = self & 31;
+    const int end = rows[i.row].length - (is_fresh(i) ? 1 : 0) - i.chunk * KEYS;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int key = (self >> 5) * 16 + h * 8 + (lane >> 2);
+      const int block = __shfl_sync(0xffffffffu, pages, key >> page_shift);
+      if (key < end && (u32)block < (u32)num_blocks) {
+        const T *const from = cache + cache_row(i, block, key);
+        const int t = lane & 3;
+#pragma unroll
+        for (int wide = 0; wide < Wide; ++wide) keys.k[h][wide] = load_once(from + wide * 32 + t * 8);
+        if (Tail) keys.tail[h] = load_once_8(from + Wide * 32 + ((t & 1) * 2 + (t >> 1)) * 4);
+      } else {
+        const u32 fill = key < end ? 0x7fff7fffu : 0u;
+#pragma unroll
+        for (int wide = 0; wide < Wide; ++wide) keys.k[h][wide] = make_uint4(fill, fill, fill, fill);
+        if (Tail) keys.tail[h] = make_uint2(fill, fill);
+      }
+    }
+  }
+
+  // The query heads of an item unless they are there already; of the last chunk the new key and value too.
   struct NewHeads {
     Vec<T, HEAD_WIDTH> first, second;
     int head, element;
     bool active;
   };
-  __device__ __forceinline__ NewHeads load_heads(const Item &i) const {
+  __device__ __forceinline__ NewHeads load_heads(const Item &i, bool queries_there) const {
     NewHeads h;
-    const int self = this_thread();
+    const int self = team_thread();
     h.head = self / HEAD_LANES;
     h.element = self % HEAD_LANES * HEAD_WIDTH;
-    h.active = h.head < GROUP + (is_last(i) ? 2 : 0) && h.element < HEAD_DIM / 2;
+    h.active = h.head >= (queries_there ? GROUP : 0) && h.head < GROUP + (is_last(i) ? 2 : 0) && h.element < HEAD_DIM / 2;
     h.first = h.second = Vec<T, HEAD_WIDTH>{};
     if ((self & ~31) >= (GROUP + 2) * HEAD_LANES) return h;  // the whole warp
     if (h.active) {
@@ -82,20 +231,38 @@ template <class T> struct Attention {
     MARK(plan, 10);
     const float sum = head_squares(h.first, h.second, HEAD_LANES);
     if (h.active && h.head <= GROUP)
-      norm_rotate_head(h.first, h.second, sum, head_norms + (h.head == GROUP ? HEAD_DIM : 0) + h.element,
-                       rotations + i.row * HEAD_DIM + h.element, HEAD_DIM, eps, rows[i.row].position_inside);
+      norm_rotate_head(h.first, h.second, sum,
+                       mine<float>(TeamShared::head_norms) + (h.head == GROUP ? HEAD_DIM : 0) + h.element,
+                       reinterpret_cast<const float *>(shared + Shared::rotations) + i.row * HEAD_DIM + h.element,
+                       HEAD_DIM, eps, rows[i.row].position_inside);
     return h;
   }
-  __device__ __forceinline__ void store_tile(T *tile, int row, const NewHeads &h) const {
-    store_vec(tile + RowTile<HEAD_DIM>::at(row, h.element / 8), h.first);
-    store_vec(tile + RowTile<HEAD_DIM>::at(row, (h.element + HEAD_DIM / 2) / 8), h.second);
+  // Of every 16, elements 0 ... 3 are where ldmatrix gives them to lane 0, 4 ... 7 to lane 2, 8 ... 11 to lane 1, the rest to
+  // lane 3.
+  __device__ __forceinline__ void store_query(int row, int element, const Vec<T, HEAD_WIDTH> &v) const {
+    const u32 *const w = reinterpret_cast<const u32 *>(&v);
+    const int piece = element / 16 * 2, at = element / 8 & 1;
+    T *const q = mine<T>(TeamShared::q);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      reinterpret_cast<u32 *>(q + RowTile<HEAD_DIM>::at(row, piece + i % 2))[at + i / 2 * 2] = w[i];
   }
   __device__ __forceinline__ void place_heads(const Item &i, const NewHeads &h, T *k_cache, T *v_cache) const {
     if (!h.active) return;
-    if (h.head < GROUP) return store_tile(q, h.head, h);
+    const int other = h.element + HEAD_DIM / 2;
+    if (h.head < GROUP) {
+      store_query(h.head, h.element, h.first);
+      store_query(h.head, other, h.second);
+      return;
+    }
     const RowState &row = rows[i.row];
     const bool key = h.head == GROUP;
-    if (row.slot_of_last) store_tile(key ? keys : values, row.length - 1 - i.chunk * KEYS, h);
+    if (row.slot_of_last) {
+      T *const tile = values(), *const new_key = mine<T>(TeamShared::new_key);
+      const int at = row.length - 1 - i.chunk * KEYS;
+      store_vec(key ? new_key + h.element : tile + RowTile<HEAD_DIM>::at(at, h.element / 8), h.first);
+      store_vec(key ? new_key + other : tile + RowTile<HEAD_DIM>::at(at, other / 8), h.second);
+    }
     if (row.slot < 0 || row.slot >= (i64)num_blocks << page_shift) return;
     T *const target =
         (key ? k_cache : v_cache) + slot_offset(row.slot, i.kv_head, KV_HEADS, 1 << page_shift, HEAD_DIM) + h.element;
@@ -103,57 +270,62 @@ template <class T> struct Attention {
     store_vec(target + HEAD_DIM / 2, h.second);
   }
 
-  // One item. The copies of its keys and of its values are committed, those of the block's first item `later` ring fills ago,
-  // of others (later < 0) just now. `next_keys` and `next_values` are called as soon as their buffers are free; both commit.
+  // One item of this team. The copies of its values are committed, `later` ring fills ago. `next_keys` and `next_values` are
+  // called as soon as their places are free; `more`: whether they ask for anything.
   template <class NextKeys, class NextValues>
-  __device__ __forceinline__ void attend(const Item &i, int later, T *k_cache, T *v_cache, const NextKeys &next_keys,
-                                         const NextValues &next_values) const {
+  __device__ __forceinline__ void attend(const Item &i, Keys &keys, int later, bool queries_there, bool more, T *k_cache,
+                                         T *v_cache, const NextKeys &next_keys, const NextValues &next_values) const {
     constexpr int Halves = GROUP > 8 ? 2 : 1;  // rows 8 to 15 of the tile
-    const int self = this_thread();
+    const int self = team_thread();
     const int lane = self & 31, warp = self >> 5;
     const int row = lane >> 2, column = (lane & 3) * 2;
     const int key0 = i.chunk * KEYS, length = rows[i.row].length;
+    float *const key_max = mine<float>(TeamShared::key_max), *const key_sum = mine<float>(TeamShared::key_sum);
+    T *const p = mine<T>(TeamShared::p);
 
-    const NewHeads heads = load_heads(i);
-    MARK(plan, 11);
-    const bool values_later = later < 0 && !is_fresh(i);
-    if (values_later)
-      cp_async_wait<1>();
-    else
-      wait_behind(later);
-    __syncthreads();  // the cached keys are there, and the values unless they may come later
-    MARK(plan, 12);
-    place_heads(i, heads, k_cache, v_cache);
-    __syncthreads();
+    if (!queries_there || is_last(i)) {
+      const NewHeads heads = load_heads(i, queries_there);
+      MARK(plan, 11);
+      place_heads(i, heads, k_cache, v_cache);
+      MARK(plan, 12);
+      keys.exchange();
+      team_barrier();
+      if (is_fresh(i) && (length - 1 - key0) >> 4 == warp) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          if (((length - 1) & 15) == h * 8 + row) keys.set(h, mine<T>(TeamShared::new_key));
+      }
+    } else {
+      keys.exchange();
+    }
     MARK(plan, 13);
 
     // Scores: a warp takes 16 keys.
     float s[2][4] = {};
-    if (warp < KEY_GROUPS) {
-      const int a_at = a_lane<HEAD_DIM>(), k_at = key_lane<HEAD_DIM>();
+    const T *const q = mine<T>(TeamShared::q);
+    const int a_at = a_lane<HEAD_DIM>();
 #pragma unroll
-      for (int kk = 0; kk < HEAD_DIM / 16; ++kk) {
-        u32 a[4], f[4];
-        ldmatrix_x4(a, q + fragment_at<HEAD_DIM>(a_at, 0, kk));
-        ldmatrix_x4(f, keys + fragment_at<HEAD_DIM>(k_at, 0, kk) + warp * 16 * HEAD_DIM);
-        mma_m16n8k16<T>(s[0], a, f[0], f[1]);
-        mma_m16n8k16<T>(s[1], a, f[2], f[3]);
-      }
+    for (int step = 0; step < HEAD_DIM / 16; ++step) {
+      u32 a[4];
+      ldmatrix_x4(a, q + fragment_at<HEAD_DIM>(a_at, 0, step));
+#pragma unroll
+      for (int h = 0; h < 2; ++h) mma_m16n8k16<T>(s[h], a, keys.step(h, step).x, keys.step(h, step).y);
+    }
+    next_keys();
+    if (key0 + KEYS > length)
 #pragma unroll
       for (int h = 0; h < 2; ++h)
 #pragma unroll
         for (int e = 0; e < 4; ++e)
           if (key0 + warp * 16 + h * 8 + column + (e & 1) >= length) s[h][e] = -CUKERN_INF;
 #pragma unroll
-      for (int r = 0; r < Halves; ++r) {
-        const float top = quad_max(fmaxf(fmaxf(s[0][2 * r], s[0][2 * r + 1]), fmaxf(s[1][2 * r], s[1][2 * r + 1])));
-        if ((lane & 3) == 0) key_max[(row + 8 * r) * KEY_GROUPS + warp] = top;
-      }
+    for (int r = 0; r < Halves; ++r) {
+      const float top = quad_max(fmaxf(fmaxf(s[0][2 * r], s[0][2 * r + 1]), fmaxf(s[1][2 * r], s[1][2 * r + 1])));
+      if ((lane & 3) == 0) key_max[(row + 8 * r) * KEY_GROUPS + warp] = top;
     }
     MARK(plan, 14);
-    __syncthreads();  // the maxima are there, and the keys may be overwritten
+    team_barrier();  // the maxima are there
     MARK(plan, 15);
-    next_keys();
 
     // Statistics of the two tiles, the same in every warp; p of this warp's 16 keys.
     float corr[KEYS / KEY_TILE][2], m[2], l[2];
@@ -181,13 +353,14 @@ template <class T> struct Attention {
       }
     }
     MARK(plan, 16);
-    if (values_later) cp_async_wait<1>();  // all but the next keys
-    __syncthreads();                       // p, the sums and the values are there
+    wait_behind(later);
+    team_barrier();  // p, the sums and the values are there
     MARK(plan, 17);
 
     // P V: a warp takes all keys for 16 columns.
     float acc[2][4] = {};
-    if (warp < HEAD_DIM / 16) {
+    const T *const values = this->values();
+    if (HEAD_DIM == 16 * TEAM_WARPS || warp < HEAD_DIM / 16) {
 #pragma unroll
       for (int tile = 0; tile < KEYS / KEY_TILE; ++tile) {
         if (key0 + tile * KEY_TILE >= length) break;
@@ -212,167 +385,109 @@ template <class T> struct Attention {
       }
     }
     MARK(plan, 18);
-    __syncthreads();  // the values, p and the statistics may be overwritten
+    if (more || rows[i.row].chunks > 1) team_barrier();  // the values, p and the statistics may be overwritten
     MARK(plan, 19);
     next_values();
-
-    const bool whole = rows[i.row].chunks == 1;
-#pragma unroll
-    for (int r = 0; r < Halves; ++r) {
-      ChunkMerge merge;  // of this one chunk
-      merge.reset();
-      merge.step(m[r], l[r], c);
-      const float norm = softmax_norm(quad_sum(merge.L));
-      const int head = row + 8 * r;
-      if (head >= GROUP || warp >= HEAD_DIM / 16) continue;
-      const i64 to = (i64)i.row * HEADS + i.kv_head * GROUP + head, part = to * max_chunks + i.chunk;
-      const bool words = DIRECT && !together;
-      u64 *const sent = part_words + (to * INLINE_CHUNKS + i.chunk) * PART_WORDS;
-      if (!whole && warp == 0) {
-        const int t = lane & 3;
-        if (words) {
-          if (t == 0) send_word(sent + HEAD_DIM, __float_as_uint(m[r]), out.tag);
-          send_word(sent + HEAD_DIM + 1 + t, __float_as_uint(l[r]), out.tag);
-          if (t < 3) send_word(sent + HEAD_DIM + 5 + t, 0u, out.tag);  // words come in fours
-        } else {
-          if (t == 0) part_stats[part * 8] = m[r];
-          part_stats[part * 8 + 1 + t] = l[r];
-        }
-      }
-#pragma unroll
-      for (int d = 0; d < 2; ++d) {
-        const int at = warp * 16 + d * 8 + column;
-        if (whole)
-          out.send_pair<Q_SIZE, T>(i.row, (i.kv_head * GROUP + head) * HEAD_DIM + at, __fmul_rn(merge.add(0.f, acc[d][2 * r]), norm),
-                           __fmul_rn(merge.add(0.f, acc[d][2 * r + 1]), norm));
-        else if (words)
-          Link{sent, out.tag}.send_floats<HEAD_DIM>(0, at, acc[d][2 * r], acc[d][2 * r + 1]);
-        else
-          store_vec(part_acc + part * HEAD_DIM + at, Vec<float, 2>{acc[d][2 * r], acc[d][2 * r + 1]});
-      }
-    }
+    if (couples || rows[i.row].chunks == 1)
+      send(i, acc, m, l);
+    else
+      send_part(i, acc, m, l);
     MARK(plan, 20);
   }
 
-  // Four columns of a merged head from the statistics (m, l of four lanes) and accumulators of its chunks, into x.
-  struct Merged {
-    ChunkMerge merge;
-    float l[4], total[4];
-
-    __device__ __forceinline__ Merged() : l{}, total{} { merge.reset(); }
-    __device__ __forceinline__ void add(const float *m_l, const float *acc, float c) {
-      merge.step(m_l[0], 0.f, c);
+  // A chunk's part of a sequence, to be merged with the others.
+  __device__ __forceinline__ void send_part(const Item &i, const float (&acc)[2][4], const float (&m)[2],
+                                            const float (&l)[2]) const {
+    constexpr int Halves = GROUP > 8 ? 2 : 1;
+    const int self = team_thread();
+    const int lane = self & 31, warp = self >> 5, t = lane & 3, row = lane >> 2;
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        l[e] = merge.add(l[e], m_l[1 + e]);
-        total[e] = merge.add(total[e], acc[e]);
-      }
-    }
-    __device__ __forceinline__ void store(T *to) const {
-      const float norm = softmax_norm((l[0] + l[1]) + (l[2] + l[3]));  // as quad_sum
-      float y[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) y[e] = __fmul_rn(total[e], norm);
-      store_floats<T, 4>(to, y);
-    }
-  };
-
-  // Rows of the attention output into x, T [ROWS, Q_SIZE], merging the chunks of long sequences on the way. `stats`: room for
-  // 5 floats a head and chunk. Called by the whole block.
-  __device__ __forceinline__ void load_merged(T *x, float *stats) const {
-    if (items() == ROWS * KV_HEADS) return load_rows<Q_SIZE>(x, out);  // one chunk each
-    for (int i = this_thread(); i < ROWS * (Q_SIZE / 8); i += THREADS) {
-      const int row = i / (Q_SIZE / 8), element = i % (Q_SIZE / 8) * 8;
-      T *const to = x + row * x_pitch(Q_SIZE) + element;
-      if (rows[row].chunks == 1) store_vec(to, out.template receive8<Q_SIZE, T>(row, element));
-    }
-    if constexpr (DIRECT)
-      merge_words(x, stats);
-    else
-      merge_floats(x);
-  }
-
-  __device__ __forceinline__ void merge_floats(T *x) const {
-    for (int i = this_thread(); i < ROWS * (Q_SIZE / 4); i += THREADS) {
-      const int row = i / (Q_SIZE / 4), element = i % (Q_SIZE / 4) * 4, chunks = rows[row].chunks;
-      if (chunks == 1) continue;
-      Merged merged;
-      const i64 part = ((i64)row * HEADS + element / HEAD_DIM) * max_chunks;
-#pragma unroll 2
-      for (int chunk = 0; chunk < chunks; ++chunk) {
-        const float *const m_l = part_stats + (part + chunk) * 8;
-        const Vec<float, 4> first = load_vec<float, 4>(m_l);
-        const float five[5] = {first.v[0], first.v[1], first.v[2], first.v[3], m_l[4]};
-        const Vec<float, 4> acc = load_vec<float, 4>(part_acc + (part + chunk) * HEAD_DIM + element % HEAD_DIM);
-        merged.add(five, acc.v, c);
-      }
-      merged.store(x + row * x_pitch(Q_SIZE) + element);
-    }
-  }
-
-  // Everything that a thread needs is asked for at once: its columns of up to three chunks, and the statistics of one chunk,
-  // which it passes on to the others.
-  __device__ __forceinline__ void merge_words(T *x, float *stats) const {
-    constexpr int Jobs = ROWS * (Q_SIZE / 4), Turns = ceil_div(Jobs, THREADS), Stats = ROWS * HEADS * INLINE_CHUNKS;
-    static_assert(Stats <= THREADS, "one turn for the statistics");
-    u32 v[INLINE_CHUNKS + 2][4];
-#pragma unroll 1
-    for (int turn = 0; turn < Turns + (Turns > 1); ++turn) {
-      // Where there is more than one turn, the first is for the statistics alone.
-      const int self = this_thread(), job = self + (turn - (Turns > 1)) * THREADS, stat = self + turn * THREADS;
-      const int row = min(max(job, 0) / (Q_SIZE / 4), ROWS - 1), element = max(job, 0) % (Q_SIZE / 4) * 4;
-      const int stat_head = min(stat / INLINE_CHUNKS, ROWS * HEADS - 1), stat_chunk = stat % INLINE_CHUNKS;
-      const int chunks = rows[row].chunks, stat_chunks = rows[stat_head / HEADS].chunks;
-      const bool merges = job >= 0 && job < Jobs && chunks > 1;
-      const bool passes = stat < Stats && stat_chunks > 1 && stat_chunk < stat_chunks;
-      const u64 *first[INLINE_CHUNKS + 2], *second[INLINE_CHUNKS + 2];
-#pragma unroll
-      for (int chunk = 0; chunk < INLINE_CHUNKS; ++chunk) {
-        const Link part{part_words + (((i64)row * HEADS + element / HEAD_DIM) * INLINE_CHUNKS + chunk) * PART_WORDS, out.tag};
-        first[chunk] = part.template pair_of_words<HEAD_DIM>(0, element % HEAD_DIM / 2);
-        second[chunk] = first[chunk] + HEAD_DIM / 2;
-      }
-      u64 *const sent = part_words + ((i64)stat_head * INLINE_CHUNKS + stat_chunk) * PART_WORDS + HEAD_DIM;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        first[INLINE_CHUNKS + i] = sent + 4 * i;
-        second[INLINE_CHUNKS + i] = sent + 4 * i + 2;
-      }
-      const u32 wanted = (merges ? (1u << chunks) - 1u : 0u) | (passes ? 3u << INLINE_CHUNKS : 0u);
-      receive_words<INLINE_CHUNKS + 2>(v, reinterpret_cast<const u64 *const(&)[INLINE_CHUNKS + 2]>(first),
-                                       reinterpret_cast<const u64 *const(&)[INLINE_CHUNKS + 2]>(second), wanted, out.tag);
-      if (passes)
-#pragma unroll
-        for (int e = 0; e < 5; ++e)
-          stats[(stat_head * INLINE_CHUNKS + stat_chunk) * 5 + e] = __uint_as_float(v[INLINE_CHUNKS + e / 4][e % 4]);
-      __syncthreads();
-      if (!merges) continue;
-      Merged merged;
-#pragma unroll
-      for (int chunk = 0; chunk < INLINE_CHUNKS; ++chunk)
-        if (chunk < chunks) {
-          float acc[4];
-#pragma unroll
-          for (int e = 0; e < 4; ++e) acc[e] = __uint_as_float(v[chunk][e]);
-          merged.add(stats + ((row * HEADS + element / HEAD_DIM) * INLINE_CHUNKS + chunk) * 5, acc, c);
+    for (int r = 0; r < Halves; ++r) {
+      const int head = row + 8 * r;
+      if (head >= GROUP || warp >= HEAD_DIM / 16) continue;
+      const i64 part = (i64)(i.row * HEADS + i.kv_head * GROUP + head) * max_chunks + i.chunk;
+      const int at = warp * 16 + t * 2;
+      if constexpr (DIRECT) {
+        const Link to{part_words + part * PART_WORDS, out.tag};
+        if (warp == 0) {
+          u64 *const sent = to.words + HEAD_DIM;
+          if (t == 0) send_word(sent, __float_as_uint(m[r]), out.tag);
+          send_word(sent + 1 + t, __float_as_uint(l[r]), out.tag);
+          if (t < 3) send_word(sent + 5 + t, 0u, out.tag);  // words come in fours
         }
-      merged.store(x + row * x_pitch(Q_SIZE) + element);
+#pragma unroll
+        for (int d = 0; d < 2; ++d) to.send_floats<HEAD_DIM>(0, at + d * 8, acc[d][2 * r], acc[d][2 * r + 1]);
+      } else {
+        if (warp == 0) {
+          if (t == 0) part_stats[part * 8] = m[r];
+          part_stats[part * 8 + 1 + t] = l[r];
+        }
+#pragma unroll
+        for (int d = 0; d < 2; ++d)
+          store_vec(part_acc + part * HEAD_DIM + at + d * 8, Vec<float, 2>{acc[d][2 * r], acc[d][2 * r + 1]});
+      }
     }
   }
 
-  // The long sequences by all blocks together, 32 columns of a head at a time, to `out`. Between barriers.
-  __device__ __forceinline__ void merge_long(MergeMemory &memory) const {
-    constexpr int Slices = ceil_div(HEAD_DIM, MERGE_COLUMNS);
-    for (int job = blockIdx.x; job < ROWS * HEADS * Slices; job += gridDim.x) {
-      const int head = job / Slices, column0 = job % Slices * MERGE_COLUMNS, columns = min(HEAD_DIM - column0, MERGE_COLUMNS);
-      const int chunks = rows[head / HEADS].chunks;
-      if (chunks == 1) continue;
-      float M, sum;
-      const float y = merge_chunks<HEAD_DIM>(memory, part_acc + (i64)head * max_chunks * HEAD_DIM + column0,
-                                             part_stats + (i64)head * max_chunks * 8, chunks, columns, c, M, sum);
-      const float neighbour = __shfl_down_sync(0xffffffffu, y, 1);
-      if ((int)threadIdx.x < columns && threadIdx.x % 2 == 0)
-        out.send_pair<Q_SIZE, T>(head / HEADS, head % HEADS * HEAD_DIM + column0 + threadIdx.x, y, neighbour);
+  // The finished heads of a sequence of one chunk, or of a couple.
+  __device__ __forceinline__ void send(const Item &i, const float (&acc)[2][4], const float (&m)[2],
+                                       const float (&l)[2]) const {
+    constexpr int Halves = GROUP > 8 ? 2 : 1;
+    const int self = team_thread();
+    const int lane = self & 31, warp = self >> 5, t = lane & 3;
+    const int row = lane >> 2, column = t * 2;
+    const int chunks = rows[i.row].chunks;
+    const bool member = HEAD_DIM == 16 * TEAM_WARPS || warp < HEAD_DIM / 16;
+    const bool couple = TEAMS == 2 && couples && chunks == 2, again = ROWS * KV_HEADS > (int)gridDim.x;
+    // The second team's part, over its q and p: float [GROUP, HEAD_DIM]; over its sums l [16, 4] and m [16].
+    float *const other = reinterpret_cast<float *>(shared + Shared::teams + TeamShared::bytes);
+    float *const other_l = other + TeamShared::key_sum / 4, *const other_m = other_l + 64;
+    static_assert(GROUP * HEAD_DIM * 4 <= TeamShared::new_key, "the second team's part");
+    if (couple && team() == 1) {
+#pragma unroll
+      for (int r = 0; r < Halves; ++r) {
+        const int head = row + 8 * r;
+        if (head >= GROUP || !member) continue;
+        if (warp == 0) {
+          other_l[head * 4 + t] = l[r];
+          if (t == 0) other_m[head] = m[r];
+        }
+#pragma unroll
+        for (int d = 0; d < 2; ++d)
+          store_vec(other + head * HEAD_DIM + warp * 16 + d * 8 + column, Vec<float, 2>{acc[d][2 * r], acc[d][2 * r + 1]});
+      }
     }
+    if (couple) named_barrier_sync(1 + TEAMS, TEAMS * TEAM_THREADS);
+    const bool second = couple && team() == 1;
+#pragma unroll
+    for (int r = 0; r < Halves; ++r) {
+      if (second) break;
+      const int head = row + 8 * r;
+      const bool used = head < GROUP && member;
+      ChunkMerge merge;
+      merge.reset();
+      merge.step(m[r], l[r], c);
+      float total[2][2];
+#pragma unroll
+      for (int d = 0; d < 2; ++d)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) total[d][e] = merge.add(0.f, acc[d][2 * r + e]);
+      if (couple && used) {
+        merge.step(other_m[head], other_l[head * 4 + t], c);
+#pragma unroll
+        for (int d = 0; d < 2; ++d) {
+          const Vec<float, 2> second = load_vec<float, 2>(other + head * HEAD_DIM + warp * 16 + d * 8 + column);
+#pragma unroll
+          for (int e = 0; e < 2; ++e) total[d][e] = merge.add(total[d][e], second.v[e]);
+        }
+      }
+      const float norm = softmax_norm(quad_sum(merge.L));
+      if (!used) continue;
+#pragma unroll
+      for (int d = 0; d < 2; ++d)
+        out.send_pair<Q_SIZE, T, O>(i.row, (i.kv_head * GROUP + head) * HEAD_DIM + warp * 16 + d * 8 + column,
+                                    __fmul_rn(total[d][0], norm), __fmul_rn(total[d][1], norm));
+    }
+    if (couple && again) named_barrier_sync(1 + TEAMS, TEAMS * TEAM_THREADS);  // the part may be overwritten
   }
 };

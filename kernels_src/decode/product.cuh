@@ -1,5 +1,6 @@
 // A product of the rows in shared memory with this block's tiles of a weight, and what is done with the sums.
-// Order of every sum: the numerics contract, item 1; mma's A operand is x (rows padded to 16), its B operand 8 rows of the weight.
+// Order of every sum: the numerics contract, item 1; mma's A operand is x (rows padded to 16), its B operand 8 rows of
+// the weight; with PAIRS (decode/shape.cuh) the other way round.
 // Test: tests/test_decode_step.py
 #pragma once
 #include "common/swiglu.cuh"
@@ -8,18 +9,39 @@
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
 
-// x in shared memory: ROWS rows of K elements, PAD apart.
-__device__ constexpr int x_pitch(int k) { return k + PAD; }
-
 // Results on their way to other blocks: rows of N values of T, or of N floats. With DIRECT they are tagged words, a pair of T
 // or one float in each; else plain arrays, behind a barrier. The words of a row lie such that lanes which receive four words
 // each read whole sectors: the even pairs of words, then the odd ones.
+constexpr int NOBODY = -1;
+// The order of pairs of elements in x, and in a link whose receivers make it x: ascending, or, of a product whose segments are
+// paired, such that a lane's four pairs of two steps of B lie together.
+template <int P> __device__ __forceinline__ int pair_place(int pair) {
+  if constexpr (P == NOBODY || !paired(P)) return pair;
+  const int q = pair & 7;
+  return (pair & ~15) + (q & 3) * 4 + (pair >> 3 & 1) * 2 + (q >> 2);
+}
+// Element offset of four pairs that lie together, the i-th of a row.
+template <int P> __device__ __forceinline__ int x_piece(int row, int i) {
+  return row * x_pitch(product_k(P)) + i * 8 + (paired(P) ? i / (PAIR_SEGMENT / 8) * PAIR_PAD : 0);
+}
+// Four neighbouring columns.
+template <int P, class T> __device__ __forceinline__ void store_x(T *x, int row, int column, const float (&y)[4]) {
+  if constexpr (paired(P)) {
+    const int place = pair_place<P>(column / 2);
+    u32 *const to = reinterpret_cast<u32 *>(x + x_piece<P>(row, place / 4)) + place % 4;
+    to[0] = pack2<T>(y[0], y[1]);
+    to[4] = pack2<T>(y[2], y[3]);
+  } else {
+    store_floats<T, 4>(x + row * x_pitch(product_k(P)) + column, y);
+  }
+}
+
 template <class T> __device__ __forceinline__ Vec<T, 8> as_vec(const u32 (&v)[4]) {
   const uint4 raw = make_uint4(v[0], v[1], v[2], v[3]);
   return *reinterpret_cast<const Vec<T, 8> *>(&raw);
 }
 
-struct Link {
+struct __align__(16) Link {
   u64 *words;
   u32 tag;
 
@@ -27,18 +49,22 @@ struct Link {
     static_assert(Words % 4 == 0, "even and odd pairs");
     return words + (i64)row * Words + ((pair & 1) * (Words / 4) + (pair >> 1)) * 2;
   }
-  template <int Words> __device__ __forceinline__ void receive(u32 (&payload)[4], int row, int word) const {
+  template <int Words, bool WholeWarp = false>
+  __device__ __forceinline__ void receive(u32 (&payload)[4], int row, int word, bool wanted = true) const {
     const u64 *const even[1] = {pair_of_words<Words>(row, word / 2)}, *const odd[1] = {even[0] + Words / 2};
     u32 v[1][4];
-    receive_words<1>(v, even, odd, 1u, tag);
+    receive_words<1, WholeWarp>(v, even, odd, wanted ? 1u : 0u, tag);
 #pragma unroll
     for (int i = 0; i < 4; ++i) payload[i] = v[0][i];
   }
 
-  template <int N, class T> __device__ __forceinline__ void send_pair(int row, int column, float first, float second) const {
+  // Receiver: the product that takes the row as x, or one without an order of its own.
+  template <int N, class T, int Receiver = NOBODY>
+  __device__ __forceinline__ void send_pair(int row, int column, float first, float second) const {
     const u32 pair = pack2<T>(first, second);
+    const int place = pair_place<Receiver>(column / 2);
     if constexpr (DIRECT)
-      send_word(pair_of_words<N / 2>(row, column / 4) + (column / 2 & 1), pair, tag);
+      send_word(pair_of_words<N / 2>(row, place / 2) + (place & 1), pair, tag);
     else
       reinterpret_cast<u32 *>(words)[((i64)row * N + column) / 2] = pair;
   }
@@ -72,13 +98,14 @@ struct Link {
       b = receive8<N, T>(row, other);
     }
   }
-  template <int N> __device__ __forceinline__ Vec<float, 4> receive_floats(int row, int column) const {
+  // Called by whole warps; zeros where nothing is wanted.
+  template <int N> __device__ __forceinline__ Vec<float, 4> receive_floats(int row, int column, bool wanted) const {
     if constexpr (DIRECT) {
       u32 v[4];
-      receive<N>(v, row, column);
+      receive<N, HIDDEN % 1024 == 0>(v, row, column, wanted);
       return Vec<float, 4>{__uint_as_float(v[0]), __uint_as_float(v[1]), __uint_as_float(v[2]), __uint_as_float(v[3])};
     } else {
-      return load_vec<float, 4>(reinterpret_cast<const float *>(words) + (i64)row * N + column);
+      return wanted ? load_vec<float, 4>(reinterpret_cast<const float *>(words) + (i64)row * N + column) : Vec<float, 4>{};
     }
   }
 };
@@ -122,7 +149,7 @@ template <class T> struct StoreSwiglu {  // T [ROWS, INTERMEDIATE]
     return silu_mul(to_float(from_float<T>(gate)), to_float(from_float<T>(up)));
   }
   __device__ __forceinline__ void store(float gate_a, float gate_b, float up_a, float up_b, int row, int column) const {
-    out.send_pair<INTERMEDIATE, T>(row, column, swiglu(gate_a, up_a), swiglu(gate_b, up_b));
+    out.send_pair<INTERMEDIATE, T, DOWN>(row, column, swiglu(gate_a, up_a), swiglu(gate_b, up_b));
   }
 };
 
@@ -167,11 +194,57 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[4], const u32 (&w)[R
   }
 }
 
+// A unit of a paired product: its weights as A operands, read from the ring before x is there.
+template <class T> struct Ahead {
+  static constexpr int Steps = PAIR_SEGMENT / 16;
+  u32 w[Steps][4];
+
+  // Later: groups of copies that were committed behind the ring's.
+  template <int P, int Later = 0> __device__ __forceinline__ void load(WeightStream<T> &stream, int unit) {
+    if constexpr (paired(P)) {
+      if (unit < stream.plan.units[P]) {
+        const int lane = this_thread() & 31, row = lane & 7, half = lane >> 3 & 1, piece = lane >> 4;
+        stream.template front_unit<Later>();
+        const int at = row * RING_K + ((piece ^ row) << 3);  // tile_offset of the first step
+        const T *const chunks = stream.ring + half * (PAIR_SEGMENT / RING_K) * RING_ELEMENTS;
+#pragma unroll
+        for (int step = 0; step < Steps; ++step)
+          ldmatrix_x4(w[step], chunks + step / 8 * RING_ELEMENTS + ((at ^ ((2 * step & 6) << 3)) + (2 * step & 8) * 8));
+      } else {  // a register that is written under a condition alone would be live everywhere
+#pragma unroll
+        for (int step = 0; step < Steps; ++step)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) w[step][i] = 0u;
+      }
+    }
+  }
+
+  // The sums of a unit.
+  template <int P> __device__ __forceinline__ void multiply(const T *x, float *partial, int unit) const {
+    constexpr int K = product_k(P), Units = product_units(P);
+    const int lane = this_thread() & 31, g = lane >> 2, t = lane & 3;
+    const T *const from = x + g % ROWS * x_pitch(K) + (unit % Units * 2 + (g / ROWS & 1)) * (PAIR_SEGMENT + PAIR_PAD) + t * 8;
+    float acc[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int two = 0; two < Steps / 2; ++two) {
+      uint4 b = make_uint4(0, 0, 0, 0);
+      if (g < 2 * ROWS) b = *reinterpret_cast<const uint4 *>(from + two * 32);
+      mma_m16n8k16<T>(acc, w[2 * two], b.x, b.y);
+      mma_m16n8k16<T>(acc, w[2 * two + 1], b.z, b.w);
+    }
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int column = 2 * t + e, half = column / ROWS, row = column % ROWS;
+      if (half < 2) partial[((2 * unit + half) * ROWS + row) * 8 + g] = half == 0 ? acc[e] : acc[2 + e];
+    }
+  }
+};
+
 // `unit`: this warp's place in the sequence of units, relative to the start of this product; carried from phase to phase.
 // Called by the whole block, with x readable; the sums of one tile's segments meet in `partial`.
 template <int P, class T, class Out>
 __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, const T *x, const T *zeros, float *partial,
-                                         const Out &out) {
+                                         Ahead<T> &ahead, const Out &out) {
   constexpr int K = product_k(P), Segment = product_segment(P), Segments = product_segments(P);
   constexpr bool WholeChunks = K % RING_K == 0;
   // A unit of two whole chunks is multiplied at once. Its slots are filled again only after the results are on their way, if
@@ -188,11 +261,21 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
       ldmatrix_x4(w[pair], chunk + tile_offset<RING_K>(row8, pair * 4 + quarter8));
   };
   int owed = 0;  // slots read and not filled again
+  const bool mine = paired(P) && unit < units;
+  if ((P == GATE_UP || P == DOWN) && paired(P) && stream.owed == Refill::next_product) stream.fill_unit();
   bool first_unit = true;
   constexpr int Mark = first_mark(P);
   (void)first_unit, (void)Mark;
 
-  for (; unit < units; unit += WARPS) {
+  if constexpr (paired(P)) {
+    if (mine) {
+      MARK(stream.plan, Mark);
+      ahead.template multiply<P>(x, partial, unit);
+      MARK(stream.plan, Mark + 1);
+      unit += WARPS;
+    }
+  }
+  for (; !paired(P) && unit < units; unit += WARPS) {
     const int tile = unit / Segments, k0 = unit % Segments * Segment, end = min(k0 + Segment, K);
     float acc[4] = {0.f, 0.f, 0.f, 0.f};
     if constexpr (Twos) {
@@ -259,7 +342,7 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
   MARK(stream.plan, Mark + 3);
   if constexpr (Segments > 1) {
     constexpr int Pairs = P == GATE_UP ? 2 : 4;
-    const int tiles = units / Segments;
+    const int tiles = units / product_units(P);
     for (int e = self; e < tiles * ROWS * Pairs; e += THREADS) {
       const int column = e % Pairs * 2, row = e / Pairs % ROWS, tile = e / (Pairs * ROWS);
       const float *const sums = partial + (tile * Segments * ROWS + row) * 8 + column;
@@ -282,6 +365,9 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
     }
   }
   MARK(stream.plan, Mark + 4);
-  stream.fill(owed);
+  if constexpr (paired(P))
+    stream.template refill<P>(mine);
+  else
+    stream.fill(owed);
   MARK(stream.plan, Mark + 5);
 }

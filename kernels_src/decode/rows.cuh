@@ -20,14 +20,14 @@ struct NormWeights {
 #pragma unroll
     for (int step = 0; step < NORM_STEPS; ++step) {
       const int column = step * 1024 + (threadIdx.x & 255) * 4;
-      if (column < HIDDEN) v[step] = load_vec<float, 4>(weight + column);
+      v[step] = column < HIDDEN ? load_vec<float, 4>(weight + column) : Vec<float, 4>{};
     }
   }
 };
 
 // RMSNorm of all rows into x, in the order of rms_norm.cu (docs/numerics.md, item 3): the 256 threads of half a block are the
 // virtual lanes of a row. `read(row, column)` gives four elements of the residual stream. Ends with a block barrier.
-template <class T, class Read>
+template <int P, class T, class Read>
 __device__ __forceinline__ void norm_rows(T *x, float *groups, NormWeights &weights, float eps, const Read &read) {
   constexpr int Turns = ceil_div(ROWS, 2);                     // rows of a half
   constexpr bool Held = Turns * NORM_STEPS <= 2;               // else they are read again
@@ -37,19 +37,23 @@ __device__ __forceinline__ void norm_rows(T *x, float *groups, NormWeights &weig
   for (int turn = 0; turn < Turns; ++turn) {
     const int row = 2 * turn + half;
     Vec<float, 4>(&v)[NORM_STEPS] = held[Held ? turn : 0];
-    if (ROWS % 2 == 0 || row < ROWS) {
-      float sum = 0.f;
+    const bool used = ROWS % 2 == 0 || row < ROWS;
+    float sum = 0.f;
 #pragma unroll
-      for (int step = 0; step < NORM_STEPS; ++step)
-        if (step * 1024 + lane * 4 < HIDDEN) v[step] = read(row, step * 1024 + lane * 4);
-#pragma unroll
-      for (int step = 0; step < NORM_STEPS; ++step)
-        if (step * 1024 + lane * 4 < HIDDEN)
-#pragma unroll
-          for (int j = 0; j < 4; ++j) sum = fmaf(v[step].v[j], v[step].v[j], sum);
-      sum = warp_reduce<Sum>(sum);
-      if ((lane & 31) == 0) groups[row * 8 + (lane >> 5)] = sum;
+    for (int step = 0; step < NORM_STEPS; ++step) {
+      const int column = step * 1024 + lane * 4;
+      v[step] = Vec<float, 4>{};
+      if (HIDDEN % 1024 == 0)  // whole warps, which the compiler need not know to be of one mind
+        v[step] = read(used ? row : 0, column, used);
+      else if (used && column < HIDDEN)
+        v[step] = read(row, column, true);
     }
+#pragma unroll
+    for (int step = 0; step < NORM_STEPS; ++step)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sum = fmaf(v[step].v[j], v[step].v[j], sum);
+    sum = warp_reduce<Sum>(sum);  // outside of any branch: the compiler need not provide for lanes apart
+    if (used && (lane & 31) == 0) groups[row * 8 + (lane >> 5)] = sum;
   }
   if (!NormWeights::Early) weights.load();
   __syncthreads();
@@ -66,11 +70,11 @@ __device__ __forceinline__ void norm_rows(T *x, float *groups, NormWeights &weig
       for (int step = 0; step < NORM_STEPS; ++step) {
         const int column = step * 1024 + lane * 4;
         if (column < HIDDEN) {
-          if (!Held) v[step] = read(row, column);
+          if (!Held) v[step] = read(row, column, true);
           float y[4];
 #pragma unroll
           for (int j = 0; j < 4; ++j) y[j] = weights.v[step].v[j] * (v[step].v[j] * scale);
-          store_floats<T, 4>(x + row * x_pitch(HIDDEN) + column, y);
+          store_x<P>(x, row, column, y);
         }
       }
     }
@@ -78,12 +82,12 @@ __device__ __forceinline__ void norm_rows(T *x, float *groups, NormWeights &weig
   __syncthreads();
 }
 
-// T [ROWS, K] from other blocks into x. The caller's block barrier follows.
-template <int K, class T> __device__ __forceinline__ void load_rows(T *x, const Link &from) {
-  constexpr int Pieces = K / 8;
+// T [ROWS, K] from other blocks into x of a product. The caller's block barrier follows.
+template <int P, class T> __device__ __forceinline__ void load_rows(T *x, const Link &from) {
+  constexpr int K = product_k(P), Pieces = K / 8;
 #pragma unroll DIRECT ? 1 : 4
   for (int i = this_thread(); i < ROWS * Pieces; i += THREADS) {
     const int row = i / Pieces, piece = i % Pieces;
-    store_vec(x + row * x_pitch(K) + piece * 8, from.receive8<K, T>(row, piece * 8));
+    store_vec(x + x_piece<P>(row, piece), from.receive8<K, T>(row, piece * 8));
   }
 }

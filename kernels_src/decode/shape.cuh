@@ -5,6 +5,7 @@
 //   RING_K         128 or 64: a slot of a warp's ring is 8 rows x RING_K; RING_SLOTS: slots of a ring
 //   PARTIALS       most K-segment sums of a block at a time; OWNED: most tiles of the residual stream that a block owns
 //   OVERLAY        see Shared; SHARED_BYTES: of a block; PROFILE: clock readings, see MARK
+//   BLOCKS         of the launch
 //   DIRECT         results go from block to block as tagged words (ptx/exchange.cuh) instead of through a grid barrier:
 //                  a shorter way, but twice the bytes, and every block reads nearly all of them; for few rows
 #pragma once
@@ -31,9 +32,23 @@ __device__ constexpr int product_segment(int p) {
 __device__ constexpr int product_segments(int p) { return ceil_div(product_k(p), product_segment(p)); }
 
 // A tile is 8 rows of the weight; of GATE_UP, 4 rows of gate and the 4 rows of up that belong to them. A block owns a
-// contiguous range of tiles. A unit is one segment of one tile: unit u of a product is segment u % segments of the block's
-// tile u / segments. The units of all phases, one after another, go to warps 0, 1, ... 15, 0, ... in turn.
+// contiguous range of tiles. A unit is one segment of one tile, or with PAIRS two: unit u of a product is part u % units of the
+// block's tile u / units. The units of all phases, one after another, go to warps 0, 1, ... 15, 0, ... in turn.
 __device__ constexpr int product_tiles(int p) { return product_n(p) / 8; }
+
+// Two neighbouring segments are multiplied at once: rows of the mma's A are 8 rows of the weight in the first and in the second
+// segment, columns of B the rows of x in the first and in the second; half of the sums are of use. Where the batch is small, a
+// warp's ring is exactly such a unit, and no product of a layer has more units than a block has warps.
+constexpr int PAIR_SEGMENT = 256, PAIR_CHUNKS = 4;
+__device__ constexpr bool can_pair(int p) {
+  return product_segment(p) == PAIR_SEGMENT && product_k(p) % (2 * PAIR_SEGMENT) == 0 &&
+         ceil_div(product_tiles(p), BLOCKS) * (product_k(p) / (2 * PAIR_SEGMENT)) <= WARPS;
+}
+constexpr bool PAIRS = DIRECT && RING_K * PAIR_CHUNKS == 2 * PAIR_SEGMENT && RING_SLOTS == PAIR_CHUNKS && can_pair(QKV) &&
+                       can_pair(O) && can_pair(GATE_UP) && can_pair(DOWN);
+__device__ constexpr bool paired(int p) { return PAIRS && p != HEAD; }
+__device__ constexpr int unit_k(int p) { return paired(p) ? 2 * PAIR_SEGMENT : product_segment(p); }
+__device__ constexpr int product_units(int p) { return ceil_div(product_k(p), unit_k(p)); }  // of a tile
 __device__ __forceinline__ int first_tile(int p, int block) { return (int)((i64)product_tiles(p) * block / gridDim.x); }
 
 static_assert(GROUP * KV_HEADS == HEADS && GROUP <= 16, "query heads of a key/value head are rows of one mma tile");
@@ -42,20 +57,21 @@ static_assert(HIDDEN % 16 == 0 && Q_SIZE % 16 == 0 && INTERMEDIATE % 16 == 0 && 
 static_assert(ROWS >= 1 && ROWS <= 16, "rows of one mma tile");
 
 // ---- attention
-// Chunks of all sequences that every block merges for itself, reading all their results; more are merged together, behind a
-// barrier.
-constexpr int INLINE_CHUNKS = DIRECT ? 3 : 4;
 constexpr int PART_WORDS = HEAD_DIM + 8;  // with DIRECT, a chunk of a head: accumulators, m, l of four lanes, unused
 
 // ---- shared memory
 constexpr int RING_ELEMENTS = 8 * RING_K;  // of a slot
 constexpr int KEYS = ATTENTION_CHUNK, KEY_TILE = ATTENTION_TILE, KEY_GROUPS = KEYS / 16;
 constexpr int PAD = 8;  // elements between rows of x: the rows that ldmatrix reads together lie in different banks
+constexpr int PAIR_PAD = 32;  // and behind a segment, where segments are multiplied in pairs
+// x in shared memory: ROWS rows of K elements.
+__device__ constexpr int x_pitch(int k) { return k + PAD + (DIRECT ? k / 256 * PAIR_PAD : 0); }
 
 __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int LONGEST_K = larger(larger(HIDDEN, Q_SIZE), INTERMEDIATE);
-constexpr int X_BYTES = ROWS * (LONGEST_K + PAD) * 2;
-constexpr int KV_BYTES = larger(2 * KEYS * HEAD_DIM * 2, (int)sizeof(MergeMemory));
+constexpr int X_BYTES = ROWS * x_pitch(LONGEST_K) * 2;
+constexpr int TEAMS = ATTENTION_TEAMS, TEAM_WARPS = 8, TEAM_THREADS = TEAM_WARPS * 32;  // see decode/attention.cuh
+constexpr int KV_BYTES = larger(TEAMS * KEYS * HEAD_DIM * 2, (int)sizeof(MergeMemory));  // values of an item of each team
 
 struct RowState {  // of a sequence; does not change during a step
   i64 slot;
@@ -86,26 +102,32 @@ __device__ constexpr int first_mark(int p) { return p == O ? 25 : p == GATE_UP ?
 #define MARK(plan, point)
 #endif
 
-// Byte offsets. With OVERLAY the keys and values lie over x, and are fetched only when the product before is done.
+struct TeamShared {  // of attention
+  static constexpr int q = 0;                            // T [16, HEAD_DIM], see store_query
+  static constexpr int p = q + 16 * HEAD_DIM * 2;        // T [16, KEYS]
+  static constexpr int new_key = p + 16 * KEYS * 2;      // T [HEAD_DIM]
+  static constexpr int key_max = new_key + HEAD_DIM * 2;  // float [16, KEY_GROUPS]
+  static constexpr int key_sum = key_max + 16 * KEY_GROUPS * 4;
+  static constexpr int head_norms = key_sum + 64 * KEY_GROUPS * 4;  // float [2][HEAD_DIM]: of queries, of keys
+  static constexpr int first = head_norms + 2 * HEAD_DIM * 4;  // its first item and their number: int [4]
+  static constexpr int first_pages = first + 16;                    // its pages: int [32]
+  static constexpr int bytes = first_pages + 128;
+};
+
+// Byte offsets. With OVERLAY the values lie over x, and are fetched only when the product before is done.
 struct Shared {
   static constexpr int ring = 0;
   static constexpr int zeros = ring + WARPS * RING_SLOTS * RING_ELEMENTS * 2;
   static constexpr int x = zeros + 16;
   static constexpr int kv = OVERLAY ? x : x + X_BYTES;
-  static constexpr int q = OVERLAY ? x + larger(X_BYTES, KV_BYTES) : kv + KV_BYTES;
-  static constexpr int p = q + 16 * HEAD_DIM * 2;
-  static constexpr int key_max = p + 16 * KEYS * 2;
-  static constexpr int key_sum = key_max + 16 * KEY_GROUPS * 4;
-  static constexpr int partial = key_sum + 64 * KEY_GROUPS * 4;
+  static constexpr int teams = OVERLAY ? x + larger(X_BYTES, KV_BYTES) : kv + KV_BYTES;
+  static constexpr int partial = teams + TEAMS * TeamShared::bytes;
   static constexpr int own = partial + PARTIALS * ROWS * 32;
   static constexpr int groups = own + OWNED * ROWS * 32;
-  static constexpr int head_norms = groups + ROWS * 32;
-  static constexpr int rotations = head_norms + 2 * HEAD_DIM * 4;
+  static constexpr int rotations = groups + ROWS * 32;
   static constexpr int rows = rotations + ROWS * HEAD_DIM * 4;
   static constexpr int plan = rows + ROWS * (int)sizeof(RowState);
   static constexpr int bytes = plan + (int)sizeof(Plan);
 };
 static_assert(Shared::x % 16 == 0 && X_BYTES % 16 == 0 && KV_BYTES % 16 == 0 && sizeof(RowState) == 32, "alignment");
-// Statistics of chunks that every block merges lie over q and p for a moment.
-static_assert(!DIRECT || ROWS * HEADS * INLINE_CHUNKS * 20 <= Shared::key_max - Shared::q, "statistics");
 static_assert(Shared::bytes <= SHARED_BYTES, "decode_step.py asks for too little shared memory");

@@ -14,6 +14,9 @@ __device__ __forceinline__ int this_thread() {
   return (int)thread;
 }
 
+// See WeightStream::refill.
+enum class Refill { none, next_product, behind_qkv };
+
 template <class T> struct WeightStream {
   static constexpr int Pieces = RING_K / 8, Rows = 32 / Pieces, Copies = 8 / Rows;  // of a row; rows at once; of a lane
   T *ring;  // this warp's
@@ -24,13 +27,15 @@ template <class T> struct WeightStream {
   int k_left;              // of the unit
   const T *source;         // this lane's first 16 bytes of the next chunk
   int row_step;            // elements to the row of its next 16 bytes
+  Refill owed;             // with PAIRS: when this warp's empty ring is filled again
 
   __device__ __forceinline__ WeightStream(T *ring, const Plan &plan)
-      : ring(ring), plan(plan), slot(0), issued(0), phase(0), unit((int)(threadIdx.x >> 5) - WARPS), k_left(0) {}
+      : ring(ring), plan(plan), slot(0), issued(0), phase(0), unit((int)(threadIdx.x >> 5) - WARPS), k_left(0),
+        owed(Refill::none) {}
 
   template <int P> __device__ __forceinline__ void enter_unit() {
-    constexpr int K = product_k(P), Segments = product_segments(P), Segment = product_segment(P);
-    const int lane = threadIdx.x & 31, tile = unit / Segments, k0 = unit % Segments * Segment;
+    constexpr int K = product_k(P), Units = product_units(P), Length = unit_k(P);
+    const int lane = this_thread() & 31, tile = unit / Units, k0 = unit % Units * Length;
     const i64 row = (i64)(plan.first[P] + tile) * (P == GATE_UP ? 4 : 8) + lane / Pieces;
     const LayerPointers &layer = plan.layers[P == HEAD ? 0 : phase >> 2];
     const u64 weight = P == HEAD      ? plan.head
@@ -40,7 +45,7 @@ template <class T> struct WeightStream {
                                       : layer.down;
     source = reinterpret_cast<const T *>(weight) + row * K + k0 + lane % Pieces * 8;
     row_step = Rows * K;
-    k_left = min(Segment, K - k0);
+    k_left = min(Length, K - k0);
   }
 
   __device__ __forceinline__ void next_unit() {
@@ -81,6 +86,42 @@ template <class T> struct WeightStream {
     slot = slot + 1 == RING_SLOTS ? 0 : slot + 1;
   }
 
+  // With PAIRS: the whole ring, which the whole warp has read, with the unit that next_unit() has found.
+  __device__ __forceinline__ void fill_unit() {
+    owed = Refill::none;
+    if (unit_k(HEAD) % (2 * PAIR_SEGMENT) != 0 && phase == PHASES - 1) return fill(PAIR_CHUNKS);
+    __syncwarp();
+    const int lane = this_thread() & 31, row = lane / Pieces, piece = lane % Pieces;
+    const int up_offset = (phase & 3) == GATE_UP ? (INTERMEDIATE - 4) * HIDDEN : 0;
+    const bool valid = k_left > 0;
+#pragma unroll
+    for (int chunk = 0; chunk < PAIR_CHUNKS; ++chunk) {
+#pragma unroll
+      for (int i = 0; i < Copies; ++i)
+        if (valid)
+          cp_async_16(ring + chunk * RING_ELEMENTS + tile_offset<RING_K>(row + Rows * i, piece),
+                      source + (i * row_step + (i < Copies / 2 ? 0 : up_offset)) + chunk * RING_K);
+      cp_async_commit();
+    }
+    source += PAIR_CHUNKS * RING_K;
+    k_left -= PAIR_CHUNKS * RING_K;
+    issued += PAIR_CHUNKS;
+  }
+  // With PAIRS, behind product P: `read` says whether this warp has multiplied a unit. Weights that arrive in a burst hold up
+  // the words that the blocks wait for, so the ring is filled at once only if the next product needs it, or behind QKV, when
+  // memory is idle; else when the rows of the next product are there (this warp has no unit of it), or behind the next QKV.
+  template <int P> __device__ __forceinline__ void refill(bool read) {
+    bool now = P == QKV && owed == Refill::behind_qkv;
+    if (read) {
+      const int before = phase;
+      next_unit();
+      const int distance = phase - before;
+      now = P == QKV || distance == 1;
+      if (!now) owed = P == O || (P == GATE_UP && distance == 2) ? Refill::next_product : Refill::behind_qkv;
+    }
+    if (now) fill_unit();
+  }
+
   __device__ __forceinline__ void start() {
     fill(RING_SLOTS);
   }
@@ -99,6 +140,11 @@ template <class T> struct WeightStream {
     const int first = slot + Owed < RING_SLOTS ? slot + Owed : slot + Owed - RING_SLOTS;
     chunks[0] = ring + first * RING_ELEMENTS;
     chunks[1] = ring + (first + 1 == RING_SLOTS ? 0 : first + 1) * RING_ELEMENTS;
+  }
+  // With PAIRS: the whole ring, readable by the whole warp. Later: groups that were committed behind it.
+  template <int Later> __device__ __forceinline__ void front_unit() {
+    cp_async_wait<Later>();
+    __syncwarp();
   }
   // The oldest slot, readable by the whole warp; then fill().
   __device__ __forceinline__ const T *front() {

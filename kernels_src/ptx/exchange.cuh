@@ -33,10 +33,11 @@ __device__ __forceinline__ void send_words(u64 *words, u32 first, u32 second, u3
 
 // Groups of four words, two neighbours each at two places, 16-byte aligned, those whose bit is set in `wanted`; returns when
 // all of them bear the tag. The loads of all groups are in flight together. Under emulation the words must be there already.
-template <int N>
+// WholeWarp: every lane calls it, and all leave it together.
+template <int N, bool WholeWarp = false>
 __device__ __forceinline__ void receive_words(u32 (&payload)[N][4], const u64 *const (&first)[N],
                                               const u64 *const (&second)[N], u32 wanted, u32 tag PTX_SITE) {
-  u64 w[N][4];
+  u64 w[N][4] = {};  // a register that is written under a condition alone would be live everywhere
 #ifdef CUKERN_EMU
   for (int n = 0; n < N; ++n) {
     if (!(wanted >> n & 1)) continue;
@@ -61,7 +62,7 @@ __device__ __forceinline__ void receive_words(u32 (&payload)[N][4], const u64 *c
     for (int n = 0; n < N; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) all = all && (!(wanted >> n & 1) || (u32)(w[n][i] >> 32) == tag);
-  } while (!all);
+  } while (WholeWarp ? !__all_sync(0xffffffffu, all) : !all);
 #endif
 #pragma unroll
   for (int n = 0; n < N; ++n)

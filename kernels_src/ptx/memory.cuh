@@ -31,6 +31,18 @@ __device__ __forceinline__ uint4 load_once(const void *p PTX_SITE) {
 #endif
 }
 
+// 8 bytes in the same way.
+__device__ __forceinline__ uint2 load_once_8(const void *p PTX_SITE) {
+#ifdef CUKERN_EMU
+  emu_access(p, 8, 0, 8, "load_once_8", PTX_HERE);
+  return *static_cast<const uint2 *>(p);
+#else
+  uint2 v;
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+#endif
+}
+
 // A hint: the 128-byte line at p will be read soon.
 __device__ __forceinline__ void prefetch_line(const void *p) {
 #ifndef CUKERN_EMU

@@ -1,12 +1,17 @@
 // Barriers of part of a block. Barrier 0 is __syncthreads. All threads of a warp take part; `threads`: how many in all, a
-// multiple of 32. No CPU body: not emulated. PTX ISA, "bar". Test: tests/test_attention_prefill_sm90.py
+// multiple of 32. PTX ISA, "bar". Test: tests/test_attention_prefill_sm90.py, tests/test_decode_step.py
 #pragma once
+#include "ptx/site.cuh"
 
-__device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
+__device__ __forceinline__ void named_barrier_sync(int barrier, int threads PTX_SITE) {
+#ifdef CUKERN_EMU
+  emu_barrier(barrier, threads, emu::B_PLAIN, 0, PTX_HERE);
+#else
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+#endif
 }
 
-// Counts these threads in, without waiting for the others.
+// Counts these threads in, without waiting for the others. No CPU body: not emulated.
 __device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
