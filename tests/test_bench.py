@@ -358,6 +358,15 @@ def test_what_differs_between_captured_and_launched_steps_is_counted(bench, monk
     assert (row.error, row.status) == (1.0, "FAIL")
 
 
+def test_contexts_that_do_not_fit_around_the_timed_steps(bench):
+    """One that is too short is called what is measured; one too long is refused before anything is timed."""
+    (row,) = DecodeBench(bench, steps=4).rows(decode_cases((1,), (1, 5), ("greedy",)))
+    assert row.case == "demo B1 ctx11 greedy"
+    most = bench.model.max_positions - 4 - 32
+    with pytest.raises(ValueError, match=f"context {most + 1} .* the model has 2048; give a context of at most {most}"):
+        next(DecodeBench(bench, steps=4).rows(decode_cases((1,), (20, most + 1), ("greedy",))))
+
+
 def test_decode_cases():
     assert len(decode_cases()) == 10
     assert decode_cases(samplings=["greedy"])[2] == DecodeCase(1, 32768, "greedy")
@@ -581,6 +590,10 @@ def test_all_parts_in_order(monkeypatch, tmp_path):
     # random weights on the GPU where no part reads a checkpoint
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr("cukern.bench.random_model.make_model", lambda cupy, name, dtype: f"{name} {dtype}")
+    # a model that there is not is found out first
     done.clear()
+    with pytest.raises(FileNotFoundError, match=r"model 99B: no such folder .*published shapes: 0\.6B, 1\.7B"):
+        run(Options(model="99B", echo=lines.append, peers=False))
+    assert done == []
     assert run(Options(parts=("prefill",), model="8B", echo=lines.append, peers=False)) == 0
     assert done == ["8B float16", "prefill"]

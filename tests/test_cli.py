@@ -139,6 +139,14 @@ def test_help_starts_fast_and_imports_nothing_heavy():
         (["bench", "nothing"], "no part 'nothing'"),
         (["bench", "--op", "nothing"], "no operator 'nothing'"),
         (["bench", "--dtype", "float32"], "must be float16 or bfloat16"),
+        (["bench", "portable", "--op", "linear"], "--op is of the part 'ops', which is not run"),
+        (["bench", "--op", "linear", "--batch", "4"], "--batch is of the part 'decode', which is not run"),
+        (["bench", "ops", "--context", "4"], "--context is of the part 'decode'"),
+        (["bench", "prefill", "--sampling", "greedy"], "--sampling is of the part 'decode'"),
+        (["bench", "prefill", "--compiled-peer"], "--compiled-peer is of the part 'decode'"),
+        (["bench", "decode", "--length", "4"], "--length is of the part 'prefill'"),
+        (["bench", "decode", "--compiled-peer", "--no-peers"], "--compiled-peer contradicts --no-peers"),
+        (["bench", "--csv", "/nonexistent/x.csv"], "there is no folder /nonexistent"),
     ],
 )
 def test_wrong_usage_is_one_line_and_code_2(cli, arguments, message):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -78,22 +78,45 @@ class DecodeBench:
 
     def rows(self, cases: Sequence[DecodeCase]) -> Iterator[Row]:
         """Measure the cases one after another; the last row compares the logits of decoding steps with
-        transformers."""
+        transformers.
+
+        A context too short to lie in the middle of the timed steps is measured, and named, as the shortest that does.
+
+        Raises
+        ------
+        ValueError
+            A context that leaves no room for the steps in the model's positions.
+        """
+        shortest, most = 1 + self._ahead, self._bench.model.max_positions
+        cases = list(dict.fromkeys(replace(case, context=max(case.context, shortest)) for case in cases))
+        for case in cases:
+            if self._reach(case) > most:
+                raise ValueError(
+                    f"bench decode: context {case.context} and the timed steps need {self._reach(case)} positions, "
+                    f"the model has {most}; give a context of at most {most - self._reach(case) + case.context}"
+                )
         for case in cases:
             yield self._row(case)
         if cases and self._bench.transformers_model is not None:
             yield self._logits_row(DecodeCase(1, min(128, cases[0].context), "greedy"))
 
+    @property
+    def _ahead(self) -> int:
+        """Steps before the middle of the timed ones; each makes the context a token longer."""
+        return _WARM + self._steps // 2
+
+    def _reach(self, case: DecodeCase) -> int:
+        """Positions for all steps, those of the GPU alone among them."""
+        return case.context + self._steps + 4 * _WARM
+
     def _row(self, case: DecodeCase) -> Row:
         bench = self._bench
         llm = self._llm(case)
-        # every step makes the context a token longer
-        length = max(1, case.context - _WARM - self._steps // 2)
+        length = case.context - self._ahead
         prompts = [bench.prompt(length, seed=i).tolist() for i in range(case.batch)]
         microseconds, device = self._time(llm, prompts, case)
         different, compared = self._check(llm, prompts, case)
-        keys = length + _WARM + self._steps // 2
-        nbytes = bench.weight_bytes() + case.batch * keys * bench.kv_bytes()
+        nbytes = bench.weight_bytes() + case.batch * case.context * bench.kv_bytes()
         notes = [f"{case.batch / microseconds * 1e6:.0f} tokens/s"]
         if self._paper is not None:
             share = 100 * nbytes / self._paper / (microseconds * 1e-6)
@@ -126,7 +149,7 @@ class DecodeBench:
                 llm.close()
             self._llms.clear()
             self._bench.collect()
-            self._llms[key] = self._bench.llm(case.batch, case.context + self._steps + 4 * _WARM)
+            self._llms[key] = self._bench.llm(case.batch, self._reach(case))
         return self._llms[key]
 
     def _start(self, llm: Any, prompts: list[list[int]], case: DecodeCase) -> list[Any]:

@@ -93,9 +93,14 @@ def run(options: Options) -> int:
     ------
     RuntimeError
         No GPU is usable.
+    ValueError, OSError
+        There is no such operator or model.
     """
     chosen = select(options.operators) if "ops" in options.parts else []
+    with_model = bool(set(options.parts) - {"ops", "portable"})
     cupy = require_gpu()
+    if with_model:
+        _check_model(options.model)  # not after minutes of other parts
     from cukern.models.device import Device
 
     device = Device.parse("cuda")
@@ -121,7 +126,7 @@ def run(options: Options) -> int:
             for row in exactness(exactness_cases(), arrays, timer.microseconds):
                 report.add(row)
                 cupy.get_default_memory_pool().free_all_blocks()
-        if set(options.parts) - {"ops", "portable"}:
+        if with_model:
             folder = None
             if not _in_memory(options, transformers):
                 scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="cukern-bench-"))
@@ -215,6 +220,19 @@ def _model_parts(options: Options, folder: Path | None, torch: Any, transformers
         yield DecodeBench(bench, gpu, compiled_peer=options.compiled_peer).rows(cases)
     if "exactness" in options.parts:
         yield model_exactness(bench, (2048,))
+
+
+def _check_model(name: str) -> None:
+    """Raise FileNotFoundError, or what else is wrong with a checkpoint's name."""
+    from cukern.models import resolve_checkpoint
+    from cukern.testing.checkpoints import QWEN3_SHAPES
+
+    if name in QWEN3_SHAPES:
+        return
+    try:
+        resolve_checkpoint(name)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"bench: model {error}; published shapes: {', '.join(QWEN3_SHAPES)}") from None
 
 
 def _checkpoint(options: Options, scratch: Path) -> Path:

@@ -94,8 +94,26 @@ def bench(
             select(op)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
+    chosen = parts or (("ops",) if op else PARTS)
+    given = {
+        "--op": ("ops", op),
+        "--batch": ("decode", batch),
+        "--context": ("decode", context),
+        "--sampling": ("decode", sampling),
+        "--compiled-peer": ("decode", compiled_peer),
+        "--length": ("prefill", length),
+    }
+    for name, (part, value) in given.items():
+        if value and part not in chosen:
+            raise typer.BadParameter(
+                f"{name} is of the part {part!r}, which is not run; leave it out, or name that part"
+            )
+    if compiled_peer and not peers:
+        raise typer.BadParameter("--compiled-peer contradicts --no-peers")
+    if csv is not None and not csv.absolute().parent.is_dir():
+        raise typer.BadParameter(f"--csv {csv}: there is no folder {csv.parent}")
     options = Options(
-        parts=parts or (("ops",) if op else PARTS),
+        parts=chosen,
         operators=op or (),
         model=model,
         dtype=dtype,
