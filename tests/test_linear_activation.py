@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cukern import reference
+import cukern
+from cukern import jit, reference
 from cukern.ops.linear import linear
 from cukern.ops.swiglu import swiglu
 
@@ -104,3 +105,26 @@ def test_out_decides_the_dtype(backend: Any, rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(in_reference, reference.linear(*arrays, activation="swiglu", dtype=np.float32))
     with pytest.raises(TypeError, match="out has dtype float32, expected float16"):
         linear(x, w, activation="swiglu", out=out, dtype=np.float16)
+
+
+def test_edited_sources_are_read_again(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind `reload` a product and its activation are by kernels made anew, as those of every operator."""
+    launched: list[cukern.Kernel] = []
+    launch = cukern.Kernel.__call__
+
+    def record(self: cukern.Kernel, *args: Any, **options: Any) -> None:
+        launched.append(self)
+        launch(self, *args, **options)
+
+    monkeypatch.setattr(cukern.Kernel, "__call__", record)
+    x, w = (rng.standard_normal(shape).astype(np.float16) for shape in ((3, 16), (8, 16)))
+    with cukern.emulate():
+        linear(x, w, activation="swiglu")
+        linear(x, w, activation="swiglu")
+        jit.reload()
+        linear(x, w, activation="swiglu")
+    product, activation, again, _, anew, activation_anew = launched
+    assert product is again
+    assert (product.name, activation.name) == (anew.name, activation_anew.name)
+    assert product is not anew
+    assert activation is not activation_anew

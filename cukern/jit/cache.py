@@ -122,9 +122,7 @@ class Cache:
         self._guard = threading.Lock()
         self._locks: dict[tuple[str, str], threading.Lock] = {}
 
-    def get_or_compile(
-        self, arch: str, key: str, compile: Callable[[], Compiled], what: str = "a kernel"
-    ) -> Compiled:
+    def get_or_compile(self, arch: str, key: str, compile: Callable[[], Compiled], what: str = "a kernel") -> Compiled:
         """The entry for `key`, compiled and stored if it is not there; `what` it is, for the error.
 
         Raises
@@ -138,7 +136,7 @@ class Cache:
         if os.environ.get("CUKERN_ASSERT_NO_COMPILE", "") not in ("", "0"):
             raise CacheMissError(
                 f"{what} is not in the cache {self.folder} for {arch} and CUKERN_ASSERT_NO_COMPILE is set: "
-                "run 'cukern compile' first, or unset it"
+                "run 'cukern compile' first (Kernel.compile for a kernel of your own), or unset it"
             )
         with self._guard:
             thread_lock = self._locks.setdefault((arch, key), threading.Lock())

@@ -349,6 +349,9 @@ def _plan(
     )
 
 
+registry.at_reload += [_plan.cache_clear, _linear_sm90._plan.cache_clear]  # they hold kernels
+
+
 def _device() -> Any:
     from cukern import jit
 
