@@ -141,6 +141,21 @@ def test_long_sequences_are_merged_in_both_ways(lengths: tuple[int, ...], block_
     assert_same(scene, scene.stepped(4), scene.expected())
 
 
+def test_more_chunks_than_are_merged_in_a_round(tmp_path: Path) -> None:
+    config = replace(
+        model_of("tied-fp16").config,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_hidden_layers=1,
+        max_position_embeddings=20000,
+    )
+    model = Qwen3.from_pretrained(make_checkpoint(tmp_path, config, "float16", std=0.2), device="emulated")
+    scene = Scene(model, (130 * 128 + 1,), block_size=256)
+    with cukern.emulate(check=False):
+        assert_same(scene, scene.stepped(4), scene.expected())
+
+
 @pytest.mark.parametrize("shared_kb", [227, 160])
 @pytest.mark.parametrize("count", [1, 3])
 def test_large_shared_memory(shared_kb: int, count: int) -> None:

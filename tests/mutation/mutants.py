@@ -49,6 +49,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "common/kv_tile.cuh": ("test_attention_prefill.py", "test_attention_decode.py"),
     "common/chunk_merge.cuh": ("test_attention_decode.py", "test_mutation_gaps.py"),
     "decode/attention.cuh": ("test_decode_step.py",),
+    "decode/merge.cuh": ("test_decode_step.py",),
     "decode/product.cuh": ("test_decode_step.py",),
     "decode/stream.cuh": ("test_decode_step.py",),
 }
@@ -487,17 +488,25 @@ MUTANTS: tuple[Mutant, ...] = (
     # ---- decode step
     Mutant(
         "decode/attention.cuh",
-        "new key placed before the old ones have landed",
-        "    wait_behind(later);\n    __syncthreads();  // the cached",
-        "    wait_behind(later);\n    // the cached",
+        "values read before they have landed",
+        "    wait_behind(later);\n    team_barrier();",
+        "    team_barrier();",
     ),
     Mutant(
         "decode/attention.cuh",
         "missing barrier after the new key",
-        "    place_heads(i, heads, k_cache, v_cache);\n    __syncthreads();",
-        "    place_heads(i, heads, k_cache, v_cache);",
+        "      keys.exchange();\n      team_barrier();",
+        "      keys.exchange();",
     ),
     Mutant("decode/attention.cuh", "key norm for queries", "(h.head == GROUP ? HEAD_DIM : 0)", "HEAD_DIM"),
+    Mutant(
+        "decode/attention.cuh",
+        "second half of a couple read too early",
+        "    if (couple) named_barrier_sync(1 + TEAMS, TEAMS * TEAM_THREADS);\n    const bool second",
+        "    const bool second",
+    ),
+    Mutant("decode/merge.cuh", "chunks of the rounds before forgotten", "float base = M;", "float base = -CUKERN_INF;"),
+    Mutant("decode/merge.cuh", "largest score so far of one chunk alone", "fmaxf(base, before);", "base;"),
     Mutant("decode/attention.cuh", "key past the sequence", "(e & 1) >= length", "(e & 1) > length"),
     Mutant(
         "decode/product.cuh",
