@@ -111,8 +111,12 @@ def emulated() -> Scene:
 # -- faults, for the controls --------------------------------------------------------------------------------------
 
 
-def split_by_rows(x: Any, weight: Any, *, residual: Any = None, dtype: Any = None, **_: Any) -> Any:
+def split_by_rows(
+    x: Any, weight: Any, *, residual: Any = None, dtype: Any = None, activation: str | None = None, **_: Any
+) -> Any:
     """A product that splits K where there are few rows, as libraries do to fill the GPU."""
+    if activation is not None:
+        return ops.swiglu(split_by_rows(x, weight, dtype=dtype))
     if x.shape[0] > 100:
         return LINEAR(x, weight, residual=residual, dtype=dtype)
     half = weight.shape[1] // 32 * 16
