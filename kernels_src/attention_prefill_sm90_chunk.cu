@@ -49,8 +49,8 @@ __device__ __forceinline__ void chunk_maxima(const float (&s)[CHUNK / 2], float 
   }
 }
 
-// Turns the scores of tile t of a chunk into p, packed as A fragments, and their sums. `between(j)` behind the exponentials of
-// 16 keys: other work, for which there is room while they take the unit of their own.
+// Turns the scores of tile t of a chunk into p, packed as A fragments, and their sums. between(j), behind the exponentials of
+// 16 keys, is other work: a warp can start an exponential in every eighth cycle only.
 template <class T, int t, class Between>
 __device__ __forceinline__ void tile_exponentials(const float (&s)[CHUNK / 2], u32 (&p)[TILE / 16][4], float (&sum)[2],
                                                   const float (&mc)[2], float c, Between between) {

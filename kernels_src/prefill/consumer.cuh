@@ -4,7 +4,8 @@
 #pragma once
 #include "common/softmax.cuh"
 
-// M and L of a lane's two rows. They are needed once in a chunk: the loops have no register to spare.
+// M and L of a lane's two rows, in shared memory where the loops have no register to spare (head dimension 64): they are needed
+// once in a chunk.
 using Kept = Vec<float, 4>;
 
 // Keys whose box (1 << shift keys, a bit each) was not copied: every row that sees one becomes NaN.
