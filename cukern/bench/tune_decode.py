@@ -151,7 +151,7 @@ def main() -> int:
     print(f"{model} made in {time.perf_counter() - began:.1f} s", flush=True)
     good = True
     if not args.no_check:
-        for batch, context in ((1, 127), (1, 128), (1, 2000), (1, 20000), (3, 200), (8, 128), (16, 40)):
+        for batch, context in ((1, 127), (1, 128), (1, 2000), (1, 20000), (2, 300), (3, 200), (8, 128), (16, 40)):
             if DecodeStep.supported(model, batch) is None:
                 good &= check(cupy, model, batch, context)
     cases = [tuple(int(n) for n in case.split(",")) for case in args.case or []]
