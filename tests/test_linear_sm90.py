@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -29,8 +28,8 @@ HALVES = [np.float16, ml_dtypes.bfloat16]
 EVERY = [
     *((v, 256) for v in hopper._SEGMENTED),
     *((v, 0) for v in hopper._WHOLE),
-    *((replace(v, x_rows=rows), 256) for v in hopper._FEW_SEGMENTED for rows in (0, 16)),
-    *((replace(v, x_rows=rows), 0) for v in hopper._FEW_WHOLE for rows in (0, 16)),
+    *((v, 256) for v in (*hopper._FEW_SEGMENTED, *hopper._FEWEST_SEGMENTED)),
+    *((v, 0) for v in (*hopper._FEW_WHOLE, *hopper._FEWEST_WHOLE)),
 ]
 
 # One of each structure, chosen variants among them: one to three warpgroups along both axes, all kinds of cluster, with

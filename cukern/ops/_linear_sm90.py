@@ -297,11 +297,6 @@ def least_m(n: int, k: int) -> int:
     return 2 if k <= 8 * SEGMENT else 12  # K split over eight blocks, one segment to each
 
 
-def _tile_rows(m: int) -> int:
-    """`x_rows` for at most 64 rows."""
-    return 16 if m <= 16 else 0
-
-
 # For few rows: the variant whose busiest block reads the fewest columns of the weight; of equal ones the first.
 _FEW_WHOLE: tuple[Variant, ...] = (
     HopperVariant(1, 1, 1, 192, 6),
@@ -315,18 +310,43 @@ _FEW_SEGMENTED: tuple[Variant, ...] = (
     HopperVariant(1, 1, 1, 32, 14),
     SplitVariant(1, 72, 4, 8),
 )
+# For up to 16 rows, where x takes little room. Of a long weight about 100 KB should be on the way to a block; of a
+# short one, which is there before x is, two launches should fit a multiprocessor. A split: its part of K in the ring.
+_FEWEST_WHOLE: tuple[Variant, ...] = (
+    HopperVariant(1, 1, 1, 192, 6, x_rows=16),
+    HopperVariant(1, 1, 1, 128, 8, x_rows=16),
+    HopperVariant(1, 1, 1, 96, 9, x_rows=16),
+    HopperVariant(1, 1, 1, 48, 20, x_rows=16),
+    HopperVariant(1, 1, 1, 32, 24, x_rows=16),
+)
+_FEWEST_SEGMENTED: tuple[Variant, ...] = (
+    HopperVariant(1, 1, 1, 48, 10, x_rows=16),
+    HopperVariant(1, 1, 1, 32, 14, x_rows=16),
+    SplitVariant(1, 72, 4, 8, x_rows=16),
+    SplitVariant(1, 72, 8, 8, x_rows=16),
+)
+
+
+def _few(m: int, segment: int) -> tuple[Variant, ...]:
+    if m <= 16:
+        return _FEWEST_SEGMENTED if segment else _FEWEST_WHOLE
+    return _FEW_SEGMENTED if segment else _FEW_WHOLE
+
+
 _SPLIT_SHARE = 0.75  # what a block of a split gains of its part: the sums must meet
 
 
 def _select_few(m: int, n: int, k: int, sm_count: int, residual: bool, gated: bool) -> Variant:
     segment = template_segment(n, k)
 
-    def columns(variant: Variant) -> float:
-        share = _SPLIT_SHARE * variant.split if isinstance(variant, SplitVariant) else 1
-        return variant.waves(m, n, sm_count) * variant.bn / share
+    def cost(variant: Variant) -> tuple[float, int]:
+        columns = variant.waves(m, n, sm_count) * variant.bn
+        if not isinstance(variant, SplitVariant):
+            return columns, 0
+        part = -(-k // (SEGMENT * variant.split)) * (SEGMENT // BLOCK_K)  # K-tiles of a block
+        return columns / (_SPLIT_SHARE * variant.split), abs(variant.stages - part)
 
-    table = (replace(v, x_rows=_tile_rows(m)) for v in (_FEW_SEGMENTED if segment else _FEW_WHOLE))
-    return min((v for v in table if _can(v, k, segment, residual, gated)), key=columns)
+    return min((v for v in _few(m, segment) if _can(v, k, segment, residual, gated)), key=cost)
 
 
 def _can(variant: Variant, k: int, segment: int, residual: bool, gated: bool) -> bool:
@@ -353,12 +373,12 @@ def select(m: int, n: int, k: int, sm_count: int, residual: bool = False, gated:
 
 def _all(m: int, segment: int) -> Iterator[Variant]:
     if m <= _FEW:
-        for few in _FEW_SEGMENTED if segment else _FEW_WHOLE:
-            yield replace(few, x_rows=_tile_rows(m))
+        for few in _few(m, segment):
+            yield few
             if isinstance(few, HopperVariant):
-                yield replace(few, x_rows=_tile_rows(m), cluster_n=2)
+                yield replace(few, cluster_n=2)
         if segment:
-            yield from (SplitVariant(1, bn, 8, 2, _tile_rows(m)) for bn in (16, 64, 96))
+            yield from (SplitVariant(1, bn, 8, 2, 16 if m <= 16 else 0) for bn in (16, 64, 96))
     elif m <= 256:
         for bn, stages in ((32, 10), (64, 8), (96, 7), (128, 6), (192, 5)):
             yield HopperVariant(2, 1, 1, bn, stages)
