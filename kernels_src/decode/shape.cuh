@@ -5,7 +5,7 @@
 //   RING_K         128 or 64: a slot of a warp's ring is 8 rows x RING_K; RING_SLOTS: slots of a ring
 //   PARTIALS       most K-segment sums of a block at a time; OWNED: most tiles of the residual stream that a block owns
 //   OVERLAY        see Shared; SHARED_BYTES: of a block; PROFILE: clock readings, see MARK
-//   BLOCKS         of the launch
+//   BLOCKS         gridDim.x; ATTENTION_TEAMS: 1 or 2, see decode/attention.cuh
 //   DIRECT         results go from block to block as tagged words (ptx/exchange.cuh) instead of through a grid barrier:
 //                  a shorter way, but twice the bytes, and every block reads nearly all of them; for few rows
 #pragma once

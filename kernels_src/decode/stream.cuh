@@ -1,6 +1,7 @@
 // The stream of weights: every warp owns a ring of slots in shared memory and fills it ahead of use, across products, barriers
 // and layers, because weights do not change during a step. A slot is 8 rows x 128 k of a unit (see Product), swizzled for
-// ldmatrix; one cp.async group each. The ring is always full: a slot is refilled as soon as it is read.
+// ldmatrix; one cp.async group each. A slot is refilled as soon as it is read, or with PAIRS (decode/shape.cuh) when its memory
+// traffic disturbs least, see refill.
 // Test: tests/test_decode_step.py
 #pragma once
 #include "common/linear_tile.cuh"
@@ -22,7 +23,7 @@ template <class T> struct WeightStream {
   T *ring;  // this warp's
   const Plan &plan;
   int slot;                // read next, refilled next
-  int issued;              // slots filled since the first item's keys and values were asked for
+  int issued;              // slots filled since the first item's values were asked for
   int phase, unit;         // what is fetched: unit of the phase's product, counted in this block
   int k_left;              // of the unit
   const T *source;         // this lane's first 16 bytes of the next chunk
@@ -82,7 +83,7 @@ template <class T> struct WeightStream {
       k_left -= RING_K;
     }
     cp_async_commit();
-    if (RING_SLOTS > 1) ++issued;  // else whoever waits for keys and values waits for everything
+    if (RING_SLOTS > 1) ++issued;  // else whoever waits for values waits for everything
     slot = slot + 1 == RING_SLOTS ? 0 : slot + 1;
   }
 
