@@ -23,7 +23,7 @@ HALVES = [np.float16, ml_dtypes.bfloat16]
 TILES = [TileVariant(64, 64, 64, 32, 32, 4, 2), TileVariant(64, 32, 64, 16, 32, 6, 2)]
 FORCED = [
     *TILES,
-    TileVariant(128, 128, 32, 64, 32, 4),
+    TileVariant(128, 128, 64, 64, 32, 3),
     RowsVariant(1, 1, 4),
     RowsVariant(2, 3, 4, rows=5),
     RowsVariant(5, 12, 4),
@@ -248,6 +248,25 @@ def test_partial_sums_in_rounds(backend: Any, rng: np.random.Generator) -> None:
     y = _linear_variant(variant, backend.put(x), backend.put(w), dtype=np.float32)
     want = _linear_variant(TILES[0], backend.put(x), backend.put(w), dtype=np.float32)
     np.testing.assert_array_equal(bits(backend.get(y)), bits(backend.get(want)))
+
+
+@pytest.mark.parametrize(("n", "k"), [(300, 264), (300, 200), (297, 40)])
+def test_more_tiles_than_blocks(backend: Any, rng: np.random.Generator, n: int, k: int) -> None:
+    """Blocks go on to a second and a third tile, with copies for it under way while the one before is stored."""
+    tile, gpu = TILES[0], Gpu.of(jit.device())
+    m = 64 * (gpu.sm_count * tile.min_blocks * 2 // 5 + 1) - 7
+    assert tile.tiles(m, n) > 2 * tile.grid(m, n, gpu)[0]
+    x, w, expected = problem(rng, m, n, k, np.float16)
+    bias, residual = random(rng, (n,), np.float32), random(rng, (m, n), np.float32)
+    put = backend.put
+    y = backend.get(_linear_variant(tile, put(x), put(w), bias=put(bias)))
+    assert_close("linear", y, expected + bias)
+    stream = put(residual)
+    _linear_variant(tile, put(x), put(w), residual=stream)
+    for rows in (slice(0, 5), slice(m // 2, m // 2 + 9), slice(m - 3, m)):
+        alone = backend.get(linear(put(x[rows]), put(w), residual=put(residual[rows].copy())))
+        np.testing.assert_array_equal(bits(backend.get(stream)[rows]), bits(alone))
+    assert_close("linear", backend.get(stream), expected + residual)
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -45,16 +45,16 @@ def _repetitions(case: LinearCase, copies: int) -> int:
 
 
 def _time_variant(
-    cupy: Any, variant: variants.Variant, x: Any, weights: Any, out: Any, repetitions: int, rounds: int
+    cupy: Any, variant: variants.Variant, x: Any, weights: Any, to: dict[str, Any], repetitions: int, rounds: int
 ) -> float:
-    """Median microseconds of one launch, replayed in a graph of `repetitions`."""
+    """Median microseconds of one launch, replayed in a graph of `repetitions`. `to`: out or residual."""
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        _linear_variant(variant, x, weights[0], out=out, static_weight=True)
+        _linear_variant(variant, x, weights[0], **to, static_weight=True)
         stream.synchronize()
         stream.begin_capture()
         for i in range(repetitions):
-            _linear_variant(variant, x, weights[i % len(weights)], out=out, static_weight=True)
+            _linear_variant(variant, x, weights[i % len(weights)], **to, static_weight=True)
         graph = stream.end_capture()
         return _time_replay(cupy, stream, lambda: graph.launch(stream), repetitions, rounds)
 
@@ -174,6 +174,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", default="0.6b,8b")
     parser.add_argument("--layers", default="", help="only these: qkv,o,gate_up,down,lm_head")
     parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16"])
+    parser.add_argument(
+        "--residual", action="store_true", help="o and down add into float32 rows, which the peer's do not"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="timed replays; the median counts")
     parser.add_argument("--all", action="store_true", help="print every variant, not only the chosen and the best")
     parser.add_argument("--csv", type=Path, help="write every timing here")
@@ -209,13 +212,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             weights = _values(cupy, (copies, case.n, case.k), dtype, 1, case.k**-0.5)
         x = _values(cupy, (case.m, case.k), dtype, 2)
         out = cupy.empty((case.m, case.n), dtype)
+        into = options.residual and case.out_bytes == 8
+        to = {"residual": cupy.zeros((case.m, case.n), np.float32)} if into else {"out": out}
         wrong, error = _check(cupy, case, x, weights[0], choices)
         different += wrong
         repetitions = _repetitions(case, copies)
         peer_us = peer.time(cupy, x, weights, out, repetitions, options.rounds)
         timed: dict[variants.Variant, float] = {}
         for option in choices:
-            timed[option] = _time_variant(cupy, option, x, weights, out, repetitions, options.rounds)
+            timed[option] = _time_variant(cupy, option, x, weights, to, repetitions, options.rounds)
             rows.append([case.model, case.layer, case.m, case.n, case.k, str(option), timed[option], peer_us])
         chosen = choices[0]
         best = min(timed, key=timed.__getitem__)

@@ -56,7 +56,10 @@ def _ceil(a: int, b: int) -> int:
 
 @dataclass(frozen=True)
 class TileVariant:
-    """`linear_tile`: a block computes `bm` x `bn` outputs, a warp `wm` x `wn`; K in steps of `bk`, `stages` buffers."""
+    """`linear_tile`: tiles of `bm` x `bn` outputs, a warp's part `wm` x `wn`; K in stages of `bk`, `stages` buffers.
+
+    `min_blocks` blocks fit a multiprocessor at a time; they share out the tiles.
+    """
 
     bm: int
     bn: int
@@ -84,8 +87,11 @@ class TileVariant:
     def template(self, segment: int, aligned: bool = True) -> tuple[int, ...]:
         return (self.bm, self.bn, self.bk, self.wm, self.wn, self.stages, self.min_blocks, segment, int(aligned))
 
-    def grid(self, m: int, n: int) -> tuple[int, int, int]:
-        return (_ceil(m, self.bm) * _ceil(n, self.bn), 1, 1)
+    def tiles(self, m: int, n: int) -> int:
+        return _ceil(m, self.bm) * _ceil(n, self.bn)
+
+    def grid(self, m: int, n: int, gpu: Gpu) -> tuple[int, int, int]:
+        return (min(self.tiles(m, n), self.min_blocks * gpu.sm_count), 1, 1)
 
     def shared_mem(self, m: int, n: int, k: int) -> int:
         return self.stages * (self.bm + self.bn) * self.bk * 2
@@ -137,7 +143,7 @@ class RowsVariant:
     def template(self, segment: int, aligned: bool = True) -> tuple[int, ...]:
         return (self.stages, segment)
 
-    def grid(self, m: int, n: int) -> tuple[int, int, int]:
+    def grid(self, m: int, n: int, gpu: Gpu) -> tuple[int, int, int]:
         return (self.blocks, _ceil(m, self.rows), 1)
 
     def _units(self, n: int, k: int) -> tuple[int, int]:
@@ -181,8 +187,8 @@ Variant = TileVariant | RowsVariant
 
 # Clock cycles of a k-step of 16 on an H200: a block alone pays both, of several on one multiprocessor each the second.
 _TILES: dict[TileVariant, tuple[int, int]] = {
-    TileVariant(128, 256, 32, 64, 64, 4): (60, 450),
-    TileVariant(128, 64, 64, 64, 32, 4, 2): (60, 193),
+    TileVariant(128, 256, 32, 64, 64, 4): (60, 425),
+    TileVariant(128, 128, 64, 64, 32, 3): (60, 275),
     TileVariant(64, 64, 64, 32, 32, 4, 2): (30, 100),
 }
 _NARROW = TileVariant(64, 32, 64, 16, 32, 6, 2)
@@ -191,9 +197,9 @@ _UNALIGNED_TILE = TileVariant(64, 64, 64, 32, 32, 4, 2)
 
 # Tiles that are timed by the tuning script but not chosen.
 _MORE_TILES = (
-    TileVariant(128, 128, 32, 64, 32, 4),
-    TileVariant(128, 128, 64, 64, 64, 3, 2),
-    TileVariant(64, 128, 64, 32, 64, 3, 2),
+    TileVariant(128, 128, 128, 64, 32, 3),
+    TileVariant(128, 256, 64, 64, 64, 4),
+    TileVariant(128, 64, 64, 64, 32, 3, 2),
 )
 
 
@@ -277,7 +283,7 @@ def select(m: int, n: int, k: int, aligned: bool, gpu: Gpu) -> Variant:
 
     def cost(item: tuple[TileVariant, tuple[int, int]]) -> float:
         tile, (alone, each) = item
-        blocks = tile.grid(m, n)[0]
+        blocks = tile.tiles(m, n)
         resident = min(tile.min_blocks, _ceil(blocks, gpu.sm_count))
         waves = blocks / (gpu.sm_count * resident)
         return max(1.0, _ceil(blocks, gpu.sm_count * resident) if waves < 8 else waves) * max(
@@ -285,4 +291,4 @@ def select(m: int, n: int, k: int, aligned: bool, gpu: Gpu) -> Variant:
         )
 
     tiles = dict(_TILES) if segment else {**_TILES, _NARROW: _NARROW_CYCLES}
-    return min((t for t in tiles.items() if t[0].fits(m, n, k)), key=cost)[0]
+    return min((t for t in tiles.items() if t[0].fits(m, n, k, gpu.max_shared)), key=cost)[0]

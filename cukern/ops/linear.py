@@ -340,7 +340,7 @@ def _plan(
     template = (ctype, out_ctype, *variant.template(variants.template_segment(n, k), aligned))
     return _Plan(
         jit.kernel(variant.file, variant.kernel, template),
-        variant.grid(m, n),
+        variant.grid(m, n, gpu),
         (variant.threads, 1, 1),
         variant.shared_mem(m, n, k),
         variant.arguments(m, n, k),

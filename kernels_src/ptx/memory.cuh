@@ -52,6 +52,15 @@ __device__ __forceinline__ void prefetch_line(const void *p) {
 #endif
 }
 
+// The same into the L1 cache of this multiprocessor: for data that no other thread of the grid writes before it is read.
+__device__ __forceinline__ void prefetch_line_l1(const void *p) {
+#ifndef CUKERN_EMU
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(p));
+#else
+  (void)p;
+#endif
+}
+
 // Hides where a register comes from. Without it the compiler keeps what it computed from packed halves (twice as many
 // registers of floats) for a second use, instead of the halves.
 __device__ __forceinline__ void opaque(u32 &x) {
