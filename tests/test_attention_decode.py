@@ -394,3 +394,20 @@ def test_launch_rule() -> None:
     assert select_blocks(7, 264) == 7
     assert all(shared_bytes(d, group) <= 99 << 10 for d in range(16, 257, 16) for group in (1, 2, 4, 8, 16))
     assert len(set(kernel_variants())) == len(kernel_variants())
+
+
+def test_out_in_the_memory_of_an_input(backend: Any, rng: np.random.Generator) -> None:
+    """Refused, but for all of q; and a `max_seq_len` that is no whole number."""
+    cache = random_pages(rng, [40, 17], 1, 16, 16, np.float16)
+    q = normal(rng, (3, 2, 16), np.float16)
+    _, k, v, tables, lens = arguments(backend, q, cache)
+    rows = backend.put(q)
+    want = backend.get(attention_decode(rows[1:], k, v, tables, lens))
+    for name, out in (("q", rows[:-1]), ("k_cache", k.reshape(-1)[:64].reshape(2, 2, 16))):
+        with pytest.raises(ValueError, match=f"out shares memory with {name}"):
+            attention_decode(rows[1:], k, v, tables, lens, out=out)
+    with pytest.raises(TypeError, match=r"max_seq_len must be a whole number, got 1\.5"):
+        attention_decode(rows[1:], k, v, tables, lens, max_seq_len=1.5)  # type: ignore[arg-type]
+    mine = backend.put(q[1:].copy())
+    attention_decode(mine, k, v, tables, lens, out=mine)
+    np.testing.assert_array_equal(bits(backend.get(mine)), bits(want))

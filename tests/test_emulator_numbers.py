@@ -268,3 +268,38 @@ extern "C" __global__ void k(const float *x, float *out) {
     run(source, "k", x, out, grid=1, block=32)
     assert (out[0] == 0).all()
     assert (out[1] == 2.0**-24).all()
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("side", ["a", "b"])
+@pytest.mark.parametrize("ctype", ["half", "bf16"])
+def test_mma_of_zero_and_what_is_not_finite(ctype: str, side: str, value: float) -> None:
+    """0 x infinity is NaN in a matrix product too: a value that should not be read shows, even weighed by 0."""
+    source = """
+#include "common/types.cuh"
+#include "ptx/mma.cuh"
+template <class T> __global__ void k(const u32 *a, const u32 *b, float *c) {
+  const int l = threadIdx.x;
+  const u32 f[4] = {a[4 * l], a[4 * l + 1], a[4 * l + 2], a[4 * l + 3]};
+  float s[4] = {1.f, 1.f, 1.f, 1.f};
+  mma_m16n8k16<T>(s, f, b[2 * l], b[2 * l + 1]);
+  for (int e = 0; e < 4; ++e) c[4 * l + e] = s[e];
+}"""
+    dtype = TYPES["half" if ctype == "half" else "__nv_bfloat16"]
+    a, b, c = np.zeros((32, 8), dtype), np.zeros((32, 4), dtype), np.zeros((32, 4), np.float32)
+    kernel = cukern.Kernel(source, f"k<{ctype}>")
+    with cukern.emulate(check=True):
+        kernel(1, 32, (a.view(np.uint32), b.view(np.uint32), c))
+        np.testing.assert_array_equal(c, 1)
+        if side == "a":
+            a[8:12, 0] = value  # row 2
+        else:
+            b[8:12, 0] = value  # column 2
+        kernel(1, 32, (a.view(np.uint32), b.view(np.uint32), c))
+    where = np.zeros((32, 4), bool)  # c[lane]: rows lane / 4 and that + 8, columns 2 (lane % 4) and the next
+    if side == "a":
+        where[8:12, :2] = True
+    else:
+        where[1::4, 0] = where[1::4, 2] = True
+    np.testing.assert_array_equal(np.isnan(c), where)
+    np.testing.assert_array_equal(c[~where], 1)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from cukern.jit import Kernel, device, kernel
-from cukern.ops._arrays import CTYPES, FLOAT32, Array, Place, check_out, check_shape, place_arrays
+from cukern.ops._arrays import CTYPES, FLOAT32, Array, Place, check_apart, check_out, check_shape, place_arrays
 from cukern.ops._attention import (
     COMPILED_HEAD_DIMS,
     check_caches,
     check_heads,
     check_index,
     check_pages,
+    check_views_apart,
     softmax_constants,
     strided,
 )
@@ -70,7 +73,7 @@ def attention_decode(
     return_lse : bool
         Also return the natural logarithm of the sum of exponentials of the scaled scores.
     out : array [B, Hq, D], optional
-        Written and returned; contiguous, dtype of q.
+        Written and returned; contiguous, dtype of q, no memory of the other arrays (all of q's may be given).
 
     Returns
     -------
@@ -166,10 +169,14 @@ def _attention_decode(
     block_tables = check_index(_NAME, "block_tables", block_tables, (batch, None), place)
     seq_lens = check_index(_NAME, "seq_lens", seq_lens, (batch,), place)
     value, c = softmax_constants(_NAME, scale, head_dim)
+    if max_seq_len is not None and not isinstance(max_seq_len, (int, np.integer)):
+        raise TypeError(f"{_NAME}: max_seq_len must be a whole number, got {max_seq_len!r}")
     if max_seq_len is not None and max_seq_len < 0:
         raise ValueError(f"{_NAME}: max_seq_len must be 0 or more, got {max_seq_len}")
     if out is not None:
         check_out(_NAME, out, q.shape, q.dtype)
+        check_views_apart(_NAME, out, place, q=q, k_cache=k_cache, v_cache=v_cache)
+        check_apart(_NAME, "out", out, block_tables=block_tables, seq_lens=seq_lens)
     if place.kind == "reference":
         check_pages(_NAME, block_tables, seq_lens, k_cache.shape[0], k_cache.shape[2])
         return reference_attention_decode(

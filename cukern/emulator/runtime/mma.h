@@ -6,7 +6,7 @@
 #include "emu/narrow.h"
 
 namespace mma {
-enum { KEPT = 25, ZERO = -1000, SPECIAL = 1000 };
+enum { KEPT = 25, ZERO = -1000, SPECIAL = 3000 };  // SPECIAL + ZERO is beyond all others: 0 x infinity is NaN
 
 struct Half {
   static constexpr int fraction = 10, smallest = -14;
