@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(Warps * 32, Warps == 4 ? (D <= 64 ? 3 : 2) : 1
   const u32 section = blockIdx.x / (count * group * together), first = section * together;
   const u32 width = min((u32)together, pairs - first) * group, rest = blockIdx.x - first * count * group;
   const u32 pair = first + rest % width / group;
-  const int kv_head = pair % kv_heads, head = kv_head * group + rest % width % group;
+  const int kv_head = pair % kv_heads, query_head = kv_head * group + rest % width % group;
   int b = pair / kv_heads, tile = (int)count - 1 - (int)(rest / width);
   if (cu_q != nullptr) find_tile<Rows>(cu_q, batch, rest / width, b, tile);
   // Lengths are clamped to the arrays: a wrong cu_seqlens or seq_lens on the device must not reach other memory.
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(Warps * 32, Warps == 4 ? (D <= 64 ? 3 : 2) : 1
 
   const int row0 = tile * Rows;
   const T *const q_rows =
-      q + (cu_q != nullptr ? 0 : b * q_sequence) + (i64)(q_begin + row0) * q_token + (i64)head * q_head;
+      q + (cu_q != nullptr ? 0 : b * q_sequence) + (i64)(q_begin + row0) * q_token + (i64)query_head * q_head;
   const bool dense_kv = !Paged && cu_k == nullptr;
   const T *const k_rows = k + (dense_kv ? b * k_sequence : 0) + (i64)k_begin * k_token + (i64)kv_head * k_head;
   const T *const v_rows = v + (dense_kv ? b * v_sequence : 0) + (i64)k_begin * v_token + (i64)kv_head * v_head;
@@ -181,11 +181,12 @@ __global__ void __launch_bounds__(Warps * 32, Warps == 4 ? (D <= 64 ? 3 : 2) : 1
     i64 out_row;
     const T *k, *v;
     const int *table;
-    int valid;
+    int valid, head;
   } rare;
   if (threadIdx.x == 0) {
     rare.out_row = (cu_q != nullptr ? 0 : (i64)b * q_tokens) + q_begin + row0;
     rare.valid = n - row0;
+    if constexpr (D > 128) rare.head = query_head;
     rare.k = k_rows;
     rare.v = v_rows;
     if constexpr (Paged) rare.table = tables + (i64)b * max_blocks;
@@ -299,7 +300,7 @@ __global__ void __launch_bounds__(Warps * 32, Warps == 4 ? (D <= 64 ? 3 : 2) : 1
 
   // Through shared memory (the place of q, each warp its own part), so that rows leave in pieces of 16 bytes.
   __syncthreads();
-  const int valid = rare.valid - warp_row;
+  const int valid = rare.valid - warp_row, head = D > 128 ? rare.head : query_head;
   const i64 out_row = rare.out_row + warp_row;
   float norm[2];
 #pragma unroll

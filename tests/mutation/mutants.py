@@ -365,8 +365,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "attention_prefill.cu",
         "wrong key head",
-        "head = kv_head * group + rest % width % group",
-        "head = rest % width % group * kv_heads + kv_head",
+        "query_head = kv_head * group + rest % width % group",
+        "query_head = rest % width % group * kv_heads + kv_head",
     ),
     Mutant(
         "attention_prefill.cu",
