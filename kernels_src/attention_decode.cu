@@ -14,7 +14,8 @@
 //           grid = splits * items: block `split` of an item takes the chunks split, split + splits, ...; each goes to the
 //           workspace, and attention_decode_merge (128 threads, grid.x = B * Hq * ceil(D / 32)) adds them up, unless
 //           the sequence has one chunk. splits, grid and max_chunks come from shapes, never from values on the device.
-// Template  T half | bf16; D multiple of 16 up to 256; Chunk (numerics). Shared memory: shared_bytes, at most 91 KB; two blocks to an SM.
+// Template  T half | bf16; D multiple of 16 up to 256; Chunk (numerics). Shared memory: shared_bytes, at most 91 KB; two
+//           blocks to an SM.
 // Numerics  chunks of Chunk keys from key 0, tiles of 64, merged in ascending order by common/softmax.cuh: the bits
 //           of a row depend neither on splits nor on the batch, and are those of attention_prefill. In P V the values
 //           are the mma's A operand; the sum of a step has no order (docs/journal.md), so the bits stay.

@@ -133,9 +133,9 @@ __global__ void __launch_bounds__(Warps * 32, Warps == 4 ? (D <= 64 ? 3 : 2) : 1
     attention_prefill(const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v, T *__restrict__ out,
                       float *__restrict__ lse, const int *__restrict__ cu_q, const int *__restrict__ cu_k,
                       const int *__restrict__ tables, const int *__restrict__ seq_lens, int batch, int q_tokens,
-                      int kv_tokens, int num_heads, int group, int together, i64 q_sequence, int q_token, int q_head, i64 k_sequence,
-                      int k_token, int k_head, i64 v_sequence, int v_token, int v_head, int max_blocks, int page_shift,
-                      int num_blocks, int causal, float scale, float c) {
+                      int kv_tokens, int num_heads, int group, int together, i64 q_sequence, int q_token, int q_head,
+                      i64 k_sequence, int k_token, int k_head, i64 v_sequence, int v_token, int v_head, int max_blocks,
+                      int page_shift, int num_blocks, int causal, float scale, float c) {
   constexpr int Split = D > 128 ? 2 : 1, Rows = 16 * Warps / Split, Threads = Warps * 32;
   constexpr int Blocks16 = ceil_div(D / 16, Split), TilesPerChunk = Chunk / TILE;
 #if __CUDA_ARCH__ >= 1000
