@@ -19,7 +19,7 @@
 // Numerics  chunks of Chunk keys from key 0, tiles of 64, merged in ascending order by common/softmax.cuh: the bits
 //           of a row depend neither on splits nor on the batch, and are those of attention_prefill. In P V the values
 //           are the mma's A operand; the sum of a step has no order (docs/journal.md), so the bits stay.
-// Measured  4.34 TB/s (64 sequences of 4,096, pages of 16), a plain read reaches 4.6; H200, docs/performance.md
+// Measured  4.46 TB/s (64 sequences of 4,096, pages of 64), a plain read reaches 4.6; H200, docs/performance.md
 #include "common/chunk_merge.cuh"
 #include "common/decode_chunk.cuh"
 #include "ptx/pdl.cuh"

@@ -6,7 +6,7 @@
 // Launch    grid.x = rows, block = 32 * Warps; or, where Warps = 1, four rows a block: short rows in great number
 // Template  X, O types of x and out; Residual; Steps: steps of 1024 columns held in registers (0: any number, x read
 //           twice); Warps a row; Vector: every row starts at a multiple of 16 bytes (else element by element)
-// Measured: 84 % of a copy, 92 % with the residual (8192 x 4096); H200, docs/performance.md
+// Measured: 88 % of a copy, 92 % with the residual (8192 x 4096); H200, docs/performance.md
 //
 // Order of the sum of squares (docs/numerics.md), the same bits in every variant: 256 virtual lanes, lane L owns elements
 // 4L to 4L+3 of every step, summed ascending by fma; a butterfly inside each group of 32 lanes (16, 8, 4, 2, 1); then the
