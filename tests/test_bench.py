@@ -476,7 +476,12 @@ def test_portable_rows():
     prepared.peers = lambda torch: {"flash": [lambda: None], "cuDNN": [lambda: None]}
     times = iter([9.0, 40.0, 11.0])
     cases = [replace(case, prepare=lambda arrays: prepared)]
-    (row,) = portable(cases, Arrays(np, np.float16, rotate=False), lambda calls: next(times), torch=True)
+    done = []
+    check = prepared.check
+    prepared.check = lambda: done.append("check") or check()
+    arrays = Arrays(np, np.float16, rotate=False)
+    (row,) = portable(cases, arrays, lambda calls: done.append("time") or next(times), torch=True)
+    assert done == ["check", "time", "time", "time"]  # correctness first
     assert (row.part, row.peer, row.ratio, row.status, row.note) == ("portable linear", "flash", 4.0, "ok", "")
     report = Report(FLOORS, {}, lambda line: None)
     report.rows = [row, replace(row, microseconds=40.0), Row("x", "y", "z", 1.0)]

@@ -77,6 +77,7 @@ def portable(
         prepared = case.prepare(arrays)
         timed = in_graph(microseconds, arrays.xp, torch) if prepared.in_graph else microseconds
         with portable_kernels():
+            error = prepared.check()
             row = Row(
                 f"portable {case.operator}",
                 case.label,
@@ -84,7 +85,7 @@ def portable(
                 timed(prepared.calls),
                 prepared.nbytes,
                 prepared.flops,
-                prepared.check(),
+                error,
                 prepared.limit,
                 groups=tuple(f"portable {group}" for group in case.groups),
             )
