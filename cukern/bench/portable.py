@@ -62,8 +62,8 @@ def changed(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 def portable_cases(
     rows: tuple[int, ...] = (2048, 8192), prefill: tuple[tuple[int, int], ...] = ((8, 2048), (1, 8192))
 ) -> list[Case]:
-    """Products of the 0.6B layers, and causal attention."""
-    return [*product_cases(("0.6b",), rows), *prefill_cases(prefill)]
+    """Products of the 0.6B and 8B layers, and causal attention."""
+    return [*product_cases(("0.6b", "8b"), rows), *prefill_cases(prefill)]
 
 
 def portable(
