@@ -1,5 +1,5 @@
-"""Benchmarks without a GPU: every case and its check on the reference, the tables, the timing logic on a simulated
-GPU."""
+"""Benchmarks, nearly all without a GPU: every case and its check on the reference, the tables, the timing logic on a
+simulated GPU."""
 
 from __future__ import annotations
 
@@ -337,6 +337,14 @@ def test_decode_rows(bench):
     assert "tokens/s" in rows[0].note
     assert "% of 4.8 TB/s" in rows[0].note
     assert "no CUDA graphs: not on a GPU" in rows[0].note
+
+
+@pytest.mark.gpu
+def test_decode_rows_on_the_gpu_without_torch():
+    bench = ModelBench(demo_checkpoint(), "float16", "demo")
+    (row,) = DecodeBench(bench, "NVIDIA H200", steps=8).rows(decode_cases((2,), (25,), ("greedy",)))
+    assert row.status == "ok"
+    assert row.peer == ""
 
 
 @pytest.mark.parametrize("what", ["first", "token", "logit"])

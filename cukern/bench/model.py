@@ -267,5 +267,5 @@ class ModelBench:
 
     def collect(self) -> None:
         gc.collect()
-        if self.model.device.kind == "cuda":
-            self._torch.cuda.empty_cache()
+        if self.torch is not None and self.model.device.kind == "cuda":
+            self.torch.cuda.empty_cache()
