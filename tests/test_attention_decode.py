@@ -408,6 +408,8 @@ def test_out_in_the_memory_of_an_input(backend: Any, rng: np.random.Generator) -
             attention_decode(rows[1:], k, v, tables, lens, out=out)
     with pytest.raises(TypeError, match=r"max_seq_len must be a whole number, got 1\.5"):
         attention_decode(rows[1:], k, v, tables, lens, max_seq_len=1.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="return_lse must be True or False, got 'no'"):
+        attention_decode(rows[1:], k, v, tables, lens, return_lse="no")  # type: ignore[arg-type]
     mine = backend.put(q[1:].copy())
     attention_decode(mine, k, v, tables, lens, out=mine)
     np.testing.assert_array_equal(bits(backend.get(mine)), bits(want))

@@ -425,6 +425,8 @@ def test_assert_no_compile(tmp_path: Path, compiles: list[str], monkeypatch: pyt
     user_kernel(tmp_path / "a")
     with pytest.raises(CacheMissError, match=r"kernel '\w+' of .*cukern compile.*Kernel\.compile"):
         user_kernel(tmp_path / "a", 2)
+    with pytest.raises(CacheMissError, match=r"kernel 'f' of <source> -DN=3 -DFAST=True is not in the cache"):
+        cukern.Kernel("__global__ void f() {}", "f", arch="sm_80", defines={"N": 3, "FAST": True})
     assert len(compiles) == 1
 
 

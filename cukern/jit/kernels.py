@@ -81,6 +81,7 @@ class Kernel:
         self.cooperative = bool(cooperative)
         self.max_shared_mem = max_shared_mem
         self.source: Source = assemble(source, defines)
+        self._with = "".join(f" -D{key}={value}" for key, value in (defines or {}).items())  # for messages
         self.signature: Signature = parse(self.source.text, self.name)
         if self.signature.parameters is None:
             self._check_named()
@@ -142,7 +143,7 @@ class Kernel:
                 target.name,
                 self._key(target, form),
                 lambda: compiler.compile_source(self.source, [self.name], target, ptx=form == "ptx"),
-                f"kernel {self.name!r} of {self.source.filename}",
+                f"kernel {self.name!r} of {self.source.filename}{self._with}",
             )
             if keep:
                 self._compiled[f"{target.name} {form}"] = known

@@ -7,7 +7,17 @@ from typing import Any
 import numpy as np
 
 from cukern.jit import Kernel, device, kernel
-from cukern.ops._arrays import CTYPES, FLOAT32, Array, Place, check_apart, check_out, check_shape, place_arrays
+from cukern.ops._arrays import (
+    CTYPES,
+    FLOAT32,
+    Array,
+    Place,
+    check_apart,
+    check_flag,
+    check_out,
+    check_shape,
+    place_arrays,
+)
 from cukern.ops._attention import (
     COMPILED_HEAD_DIMS,
     check_caches,
@@ -169,6 +179,7 @@ def _attention_decode(
     block_tables = check_index(_NAME, "block_tables", block_tables, (batch, None), place)
     seq_lens = check_index(_NAME, "seq_lens", seq_lens, (batch,), place)
     value, c = softmax_constants(_NAME, scale, head_dim)
+    check_flag(_NAME, "return_lse", return_lse)
     if max_seq_len is not None and not isinstance(max_seq_len, (int, np.integer)):
         raise TypeError(f"{_NAME}: max_seq_len must be a whole number, got {max_seq_len!r}")
     if max_seq_len is not None and max_seq_len < 0:

@@ -21,6 +21,7 @@ from cukern.ops._arrays import (
     as_rows,
     check_apart,
     check_dtype,
+    check_flag,
     check_out,
     check_shape,
     contiguous,
@@ -258,8 +259,7 @@ def _linear(
 
 
 def _check_options(static_weight: Any, backend: Any) -> None:
-    if not isinstance(static_weight, (bool, np.bool_)):
-        raise TypeError(f"linear: static_weight must be True or False, got {static_weight!r}")
+    check_flag("linear", "static_weight", static_weight)
     if not (isinstance(backend, str) and backend in ("cukern", "cublas")):
         raise ValueError(f'linear: backend must be "cukern" or "cublas", got {backend!r}')
 
