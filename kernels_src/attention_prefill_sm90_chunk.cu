@@ -145,8 +145,8 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
     };
     auto mask = [&](u32 t) {
       if constexpr (Kind == Paged) {
-        const u32 boxes = shared.lost[t % Stages];
-        __syncwarp();  // every lane has read it before lane 0 gives the stage back
+        // by lane 0, which gives the stage back
+        const u32 boxes = __shfl_sync(0xffffffffu, lane == 0 ? shared.lost[t % Stages] : 0u, 0);
         if (boxes != 0) lose_keys<CHUNK>(s, boxes, min(page_shift, 7));
       }
       if (t >= plain)
