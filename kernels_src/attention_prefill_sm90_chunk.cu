@@ -261,8 +261,7 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
         for (int e = 0; e < D / 2; ++e)
           if ((e >> 1 & 1) == i) total[e] = __fmul_rn(total[e], norm);
       }
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(shared.item_empty + slot);
+      mbarrier_arrive(shared.item_empty + slot);
       store_halves<D>(total, out + out_row * num_heads * D, 0, head * D, valid, num_heads * D);
     }
     wgmma_wait<0>();

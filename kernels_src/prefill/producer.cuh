@@ -60,7 +60,7 @@ template <int D, int Groups, int Stages, int Keys, int QSlots, bool Keeps> struc
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
       mbarrier_init(item_full + i, 1);
-      mbarrier_init(item_empty + i, Groups * 4 + 2);  // every consumer warp, and those that copy
+      mbarrier_init(item_empty + i, (Groups * 4 + 2) * 32);  // every consumer, and the two warps that copy: all read it
     }
     mbarrier_init_fence();
   }
@@ -160,8 +160,8 @@ __device__ __forceinline__ void produce(const Shared<D, Groups, Stages, Keys, QS
         if (steps < 0) break;
         const int kv_head = item.kv_head, sequence = item.sequence;
         [[maybe_unused]] const int k_row = item.k_row, len = item.len;
+        mbarrier_arrive(shared.item_empty + count % ITEMS);
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(shared.item_empty + count % ITEMS);
 
         [[maybe_unused]] int pages = -1;  // 32 at a time, one to a lane
         for (int t = 0; t < steps; ++t, ++copied) {
