@@ -129,6 +129,18 @@ def test_more_work_than_blocks(rng: np.random.Generator, dtype: Any, variant: Ho
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("variant", "d"), EVERY, ids=str)
+def test_more_ragged_work_than_blocks(rng: np.random.Generator, variant: HopperVariant, d: int) -> None:
+    """Places of told work and stages of keys are used again and again: for racecheck too."""
+    lengths = [300, 700, 512, 257, 1000, 640, 333, 900]
+    q = normal(rng, (sum(lengths), 16, d), np.float16)
+    k, v = (normal(rng, (sum(lengths), 8, d), np.float16) for _ in range(2))
+    check(variant, q, k, v, cu_seqlens_q=starts(lengths))
+    p = random_pages(rng, lengths, 8, d, 64, np.float16)
+    check(variant, q, p.k_cache, p.v_cache, cu_seqlens_q=starts(lengths), block_tables=p.tables, seq_lens=p.seq_lens)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("variant", "d"), EVERY, ids=str)
 def test_scale_and_large_scores(rng: np.random.Generator, variant: HopperVariant, d: int) -> None:
     q, k, v = (normal(rng, (1, 400, 2, d), np.float16) for _ in range(3))
     for scale in (0.01, 3.0):
