@@ -450,13 +450,14 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
     if (!place(item, r, c)) continue;
     const int column = n0 + c;
     Vec<float, 4> y{{SUM_START, SUM_START, SUM_START, SUM_START}};
-    for (int s0 = 0; s0 < segments; s0 += 4) {  // four loads under way at a time
-      Vec<float, 4> v[4];
+    constexpr int Ahead = 12;  // loads under way at a time
+    for (int s0 = 0; s0 < segments; s0 += Ahead) {
+      Vec<float, 4> v[Ahead];
 #pragma unroll
-      for (int q = 0; q < 4; ++q)
+      for (int q = 0; q < Ahead; ++q)
         if (s0 + q < segments) v[q] = load_cluster(sums + ((s0 + q) % per * BM + r) * Pitch + c, (s0 + q) / per);
 #pragma unroll
-      for (int q = 0; q < 4; ++q)
+      for (int q = 0; q < Ahead; ++q)
         if (s0 + q < segments)
 #pragma unroll
           for (int e = 0; e < 4; ++e) y.v[e] += v[q].v[e];

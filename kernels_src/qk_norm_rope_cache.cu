@@ -19,6 +19,23 @@
 
 constexpr int WIDTH = HEAD_WIDTH;
 
+// Asks for the rows that other data drives out of the L2 cache from layer to layer, while the kernel ahead still runs. It may
+// yet write the position: an older one only brings the wrong row, and what counts is read later.
+template <class Position>
+__device__ __forceinline__ void prefetch_rows(const float *q_weight, const float *k_weight, const Position *position,
+                                              const i64 *slot, const float *table, int dim, i64 length) {
+#ifndef CUKERN_EMU
+  const int i = threadIdx.x * 32;
+  if (threadIdx.x == 31) prefetch_line(slot);
+  if (i >= dim) return;
+  i64 row;
+  table_row(__ldcg(position), length, row);
+  prefetch_line(table + row * dim + i);
+  prefetch_line(q_weight + i);
+  prefetch_line(k_weight + i);
+#endif
+}
+
 template <class T, class Position>
 __global__ void __launch_bounds__(256)
     qk_norm_rope_cache(const T *qkv, const float *q_weight, const float *k_weight, const Position *positions,
@@ -26,9 +43,10 @@ __global__ void __launch_bounds__(256)
                        int num_kv_heads, int dim, int lanes, int blocks_per_token, i64 length, int block_size,
                        i64 num_slots, float eps) {
   grid_dependency_launch();
-  grid_dependency_wait();
   const int heads = num_heads + 2 * num_kv_heads, half = dim / 2;
   const i64 token = blockIdx.x / (u32)blocks_per_token;
+  prefetch_rows(q_weight, k_weight, positions + token, slots + token, table, dim, length);
+  grid_dependency_wait();
   const int part = blockIdx.x % (u32)blocks_per_token;
   const int head = part * ((int)blockDim.x / lanes) + (int)threadIdx.x / lanes;
   const int element = (int)threadIdx.x % lanes * WIDTH;

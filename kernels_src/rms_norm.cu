@@ -92,6 +92,8 @@ __global__ void __launch_bounds__(Warps == 1 ? 32 * ROWS_PER_BLOCK : 32 * Warps,
 
   __shared__ float groups[8];
   grid_dependency_launch();
+  if (blockIdx.x == 0)  // the weight comes from memory in every layer: to the L2 cache while the kernel ahead still runs
+    for (int i = threadIdx.x * 32; i < columns; i += Warps * 32 * 32) prefetch_line(weight + i);
   grid_dependency_wait();
   const i64 row = Warps == 1 ? (i64)blockIdx.x * ROWS_PER_BLOCK + (threadIdx.x >> 5) : (i64)blockIdx.x;
   if (row >= rows) return;  // a whole warp, where rows take one warp and no barrier
@@ -99,6 +101,13 @@ __global__ void __launch_bounds__(Warps == 1 ? 32 * ROWS_PER_BLOCK : 32 * Warps,
   x += row * columns + first;
   out += row * columns + first;
   if (Residual) residual += row * columns + first;
+
+  constexpr bool Early = Vector && Steps == 1 && Warps > 1;  // the weight is asked for with the row
+  float early[Early ? Parts : 1][Width];
+  if constexpr (Early)
+#pragma unroll
+    for (int i = 0; i < Parts; ++i)
+      if (i * Stride < columns - first) load_floats(early[i], weight + first + i * Stride);
 
   Vec<H, Width> held[Held * Parts];
   float sums[Parts][Lanes] = {};
@@ -160,7 +169,10 @@ __global__ void __launch_bounds__(Warps == 1 ? 32 * ROWS_PER_BLOCK : 32 * Warps,
           }
         }
         float y[Width];
-        if constexpr (Vector) {
+        if constexpr (Early) {
+#pragma unroll
+          for (int j = 0; j < Width; ++j) y[j] = early[i][j];
+        } else if constexpr (Vector) {
           load_floats(y, weight + first + base + at);
         } else {
 #pragma unroll

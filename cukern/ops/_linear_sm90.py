@@ -30,6 +30,7 @@ ARCH = "sm_90a"
 BLOCK_K = 64
 SEGMENT = 256
 MAX_SHARED = 227 << 10
+_HALF_SHARED = 113 << 10  # two blocks of that much fit a multiprocessor
 _FEW = 64
 """Up to this many rows the bytes of the weight decide, and tiles of 16 or 64 rows serve."""
 
@@ -308,7 +309,9 @@ _FEW_WHOLE: tuple[Variant, ...] = (
 _FEW_SEGMENTED: tuple[Variant, ...] = (
     HopperVariant(1, 1, 1, 48, 12),
     HopperVariant(1, 1, 1, 32, 14),
+    SplitVariant(1, 64, 4, 8),
     SplitVariant(1, 72, 4, 8),
+    SplitVariant(1, 48, 8, 4),
 )
 # For up to 16 rows, where x takes little room. Of a long weight about 100 KB should be on the way to a block; of a
 # short one, which is there before x is, two launches should fit a multiprocessor. A split: its part of K in the ring.
@@ -334,17 +337,22 @@ def _few(m: int, segment: int) -> tuple[Variant, ...]:
 
 
 _SPLIT_SHARE = 0.75  # what a block of a split gains of its part: the sums must meet
+_UNEVEN_SHARE = 0.4  # where blocks of a cluster differ in their segments (12 over eight: 7.8 us, over four 6.8)
 
 
 def _select_few(m: int, n: int, k: int, sm_count: int, residual: bool, gated: bool) -> Variant:
     segment = template_segment(n, k)
 
     def cost(variant: Variant) -> tuple[float, int]:
-        columns = variant.waves(m, n, sm_count) * variant.bn
         if not isinstance(variant, SplitVariant):
-            return columns, 0
-        part = -(-k // (SEGMENT * variant.split)) * (SEGMENT // BLOCK_K)  # K-tiles of a block
-        return columns / (_SPLIT_SHARE * variant.split), abs(variant.stages - part)
+            return variant.waves(m, n, sm_count) * variant.bn, 0
+        tiles, segments = variant.cluster_tiles(m, n), -(-k // SEGMENT)
+        resident = _resident(variant.split, sm_count)
+        if variant.shared_mem(k) <= _HALF_SHARED:  # a few more find room beside others: 16 of eight blocks, measured
+            resident += resident // 8
+        share = _SPLIT_SHARE if segments % variant.split == 0 else _UNEVEN_SHARE
+        part = -(-segments // variant.split) * (SEGMENT // BLOCK_K)  # K-tiles of a block
+        return -(-tiles // resident) * variant.bn / (share * variant.split), abs(variant.stages - part)
 
     return min((v for v in _few(m, segment) if _can(v, k, segment, residual, gated)), key=cost)
 
