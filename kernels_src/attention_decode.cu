@@ -14,17 +14,21 @@
 //           grid = splits * items: block `split` of an item takes the chunks split, split + splits, ...; each goes to the
 //           workspace, and attention_decode_merge (128 threads, grid.x = B * Hq * ceil(D / 32)) adds them up, unless
 //           the sequence has one chunk. splits, grid and max_chunks come from shapes, never from values on the device.
+//           With pdl=True and cache_ready the rings are filled while the kernel ahead still runs: it writes no table, no
+//           length, and of the keys and values at most the last of each sequence.
 // Template  T half | bf16; D multiple of 16 up to 256; Chunk (numerics). Shared memory: shared_bytes, at most 91 KB; two
 //           blocks to an SM.
 // Numerics  chunks of Chunk keys from key 0, tiles of 64, merged in ascending order by common/softmax.cuh: the bits
 //           of a row depend neither on splits nor on the batch, and are those of attention_prefill. In P V the values
 //           are the mma's A operand; the sum of a step has no order (docs/journal.md), so the bits stay.
-// Measured  4.46 TB/s (64 sequences of 4,096, pages of 64), a plain read reaches 4.6; H200, docs/performance.md
+// Measured  4.43 TB/s behind itself (64 sequences of 4,096, pages of 64; cache_ready), a plain read reaches 4.6; lengths up to
+//           4,096: 4.15; H200, docs/performance.md
 #include "common/chunk_merge.cuh"
 #include "common/decode_chunk.cuh"
 #include "ptx/pdl.cuh"
 
-constexpr int SLOTS = 2;  // of a warp's ring
+constexpr int SLOTS = 2;     // of a warp's ring
+constexpr int SORTED = 256;  // most sequences whose lengths are compared
 
 // Keys of a slot of the ring: 8 KB where D is a power of two.
 template <int D> constexpr int SLOT_KEYS = D <= 64 ? 64 : D <= 128 ? 32 : 16;
@@ -42,6 +46,38 @@ struct Merged {
 };
 enum ChunkState { FIRST = 1, LAST = 2, TOO_LONG = 4, ABSENT = 8 };
 
+// The `rank`th longest of `batch` sequences, equal ones by number, or `rank` itself where no two differ by `least` or more. By
+// the whole block; `memory`: 2 batch ints that may be used again afterwards.
+template <class Length>
+__device__ __forceinline__ int longest_first(int *memory, int rank, int batch, int least, Length length) {
+  int *const lengths = memory, *const order = memory + batch;
+  for (int b = threadIdx.x; b < batch; b += WARPS * 32) lengths[b] = length(b);
+  __syncthreads();
+  int low = lengths[0], high = low;
+  for (int b = lane_id(); b < batch; b += 32) {
+    low = min(low, lengths[b]);
+    high = max(high, lengths[b]);
+  }
+  for (int i = 16; i > 0; i /= 2) {
+    low = min(low, __shfl_xor_sync(0xffffffffu, low, i));
+    high = max(high, __shfl_xor_sync(0xffffffffu, high, i));
+  }
+  if (high - low >= least) {
+    for (int b = threadIdx.x; b < batch; b += WARPS * 32) {
+      const int mine = lengths[b];
+      int before = 0;
+#pragma unroll 8
+      for (int other = 0; other < batch; ++other)
+        before += lengths[other] > mine || (lengths[other] == mine && other < b);
+      order[before] = b;
+    }
+    __syncthreads();
+    rank = order[rank];
+  }
+  __syncthreads();
+  return rank;
+}
+
 template <class T, int D, int Chunk>
 __global__ void __launch_bounds__(WARPS * 32, 2)
     attention_decode(const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
@@ -49,7 +85,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
                      float *__restrict__ lse, float *__restrict__ part_acc, float *__restrict__ part_stats, int batch,
                      int num_heads, int group, i64 q_sequence, int q_head, i64 k_block, int k_head, int k_token,
                      i64 v_block, int v_head, int v_token, int max_blocks, int page_shift, int num_blocks, int max_len,
-                     int max_chunks, int splits, float scale, float c) {
+                     int max_chunks, int splits, float scale, float c, int cache_ready) {
   constexpr int Keys = SLOT_KEYS<D>, Groups = Keys / 16, Steps = TILE / Keys, SlotElements = Keys * D;
   constexpr int Pitch = D + 4, State = D + 8;  // floats of a head: acc; totals and statistics
   constexpr bool KeepQuery = D <= 128;  // in registers; else it is read (from L1) for every slot
@@ -57,31 +93,48 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const int kv_heads = num_heads / group, head_tiles = ceil_div(group, HEADS), most_heads = min(group, HEADS);
   const int items = batch * kv_heads * head_tiles;
-  const int split = splits > 1 ? blockIdx.x / items : 0;
-  const int item0 = splits > 1 ? blockIdx.x % items : blockIdx.x, item_step = gridDim.x;
+  const int split = splits > 1 ? blockIdx.x / items : 0, per_sequence = kv_heads * head_tiles;
 
   grid_dependency_launch();
-  grid_dependency_wait();
+  if (!cache_ready) grid_dependency_wait();
+
+  extern __shared__ __align__(128) unsigned char shared[];
+  const auto length = [&](int b) {
+    return min(max(seq_lens[b], 0), (int)min((i64)max_blocks << page_shift, (i64)0x7fffffff));
+  };
+  // Lane i knows the block's item i.
+  i64 mine = blockIdx.x % (u32)items;
+  bool exists = lane == 0;
+  if (splits == 1) {
+    mine = (i64)lane * gridDim.x + (lane & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    exists = mine < items;
+    if ((int)gridDim.x < items && batch <= SORTED) {
+      const int rank = exists ? (int)mine / per_sequence : 0;
+      const int sequence = longest_first(reinterpret_cast<int *>(shared), rank, batch, Chunk,
+                                         [&](int b) { return length(b) > max_len ? 0 : length(b); });
+      mine = sequence * per_sequence + (int)mine % per_sequence;
+    }
+  }
+  const int own = exists ? (int)mine : 0;
+  const auto item_of = [&](int i) { return __shfl_sync(0xffffffffu, own, i); };
 
   // The pages of the block's and the warp's first chunk, if it is of the first item, are fetched together with the lengths.
+  const int item0 = item_of(0);
   auto pages_of = [&](i64 chunk) {
     const i64 column = (chunk * Chunk >> page_shift) + lane;
-    const int *const table = tables + (i64)(item0 / (kv_heads * head_tiles)) * max_blocks;
+    const int *const table = tables + (i64)(item0 / per_sequence) * max_blocks;
     return column < max_blocks && (lane == 0 || lane < Chunk >> page_shift) ? __ldg(table + column) : -1;
   };
   const int block_pages = pages_of(split), first_pages = pages_of(split + (i64)warp * max(splits, 1));
 
-  // Lane i knows the block's item i: its keys (-1: more than promised, there is no place for its chunks) and units.
-  int keys = 0, count = 0;
-  const i64 mine = item0 + (i64)lane * item_step;
-  if (mine < items && (lane == 0 || splits == 1)) {
-    const int len = min(max(seq_lens[(int)mine / (kv_heads * head_tiles)], 0),
-                        (int)min((i64)max_blocks << page_shift, (i64)0x7fffffff));
+  int keys = 0, count = 0;  // of the lane's item: its keys (-1: more than promised, there is no place for its chunks), units
+  if (exists) {
+    const int len = length(own / per_sequence);
     keys = len > max_len ? -1 : len;
     count = keys <= 0 ? 1 : (keys - 1) / Chunk + 1;
   }
   const bool whole = splits == 1 || __shfl_sync(0xffffffffu, count, 0) == 1;  // this block does all chunks of its items
-  if (whole && split > 0) return;
+  if (whole && split > 0) return grid_dependency_wait();
   const int step = whole ? 1 : splits;
   if (!whole) count = split < count ? (count - split + splits - 1) / splits : 0;
   int through = count;  // units of the items up to this one
@@ -91,7 +144,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
     if (lane >= i) through += other;
   }
   const int units = __shfl_sync(0xffffffffu, through, 31);
-  if (units == 0) return;
+  if (units == 0) return grid_dependency_wait();
   auto find = [&](int n) {  // unit n; without keys if there is none
     const int item = min(__popc(__ballot_sync(0xffffffffu, through <= n)), 31);
     const int before = __shfl_sync(0xffffffffu, through - count, item), all = __shfl_sync(0xffffffffu, keys, item);
@@ -105,7 +158,6 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
   };
 
   // A block of fewer units than warps lets those that work use the slots of all.
-  extern __shared__ __align__(128) unsigned char shared[];
   const int depth = 2 * units > WARPS ? SLOTS : units > 1 ? 2 * SLOTS : SLOTS * WARPS;
   T *const rings = reinterpret_cast<T *>(shared), *const ring = rings + warp * depth * SlotElements;
   Merged *const s_merged = reinterpret_cast<Merged *>(rings + WARPS * SLOTS * SlotElements);  // [WARPS]
@@ -116,8 +168,8 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
 
   // Where an item is. Said again behind a chunk, so that it occupies no registers meanwhile.
   const auto place = [&](int item, int &b, int &head0, int &heads) {
-    const int at = item0 + item * item_step, head_tile = at % head_tiles;
-    b = at / (kv_heads * head_tiles);
+    const int at = item_of(item), head_tile = at % head_tiles;
+    b = at / per_sequence;
     head0 = at / head_tiles % kv_heads * group + head_tile * HEADS;
     heads = min(group - head_tile * HEADS, HEADS);
   };
@@ -131,6 +183,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
 
   if constexpr (D <= 128)
     if (units == 1) {
+      grid_dependency_wait();
       const Unit u = find(0);
       int b, head0, heads;
       place(0, b, head0, heads);
@@ -176,7 +229,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
   auto seek = [&] {  // the next unit with keys, and its pages
     Unit u = find(next);
     while (u.key0 >= u.end && next < units) u = find(next += WARPS);
-    const int b = (item0 + u.item * item_step) / (kv_heads * head_tiles);
+    const int b = item_of(u.item) / per_sequence;
     if (next == warp && u.item == 0)
       next_pages = first_pages;
     else
@@ -186,7 +239,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
     now = find(next);
     pages = next_pages;
     key = tile0 = now.key0;
-    kv_head = (item0 + now.item * item_step) / head_tiles % kv_heads;
+    kv_head = item_of(now.item) / head_tiles % kv_heads;
     next += WARPS;
     seek();
   };
@@ -220,7 +273,11 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
   seek();
   enter();
 #pragma unroll 1
-  for (int i = 0; i < depth; ++i) fill();
+  for (int i = 0; i < depth; ++i) {
+    if (now.last && key + Keys >= now.end) grid_dependency_wait();  // the kernel ahead may write the last key
+    fill();
+  }
+  grid_dependency_wait();
 
   const int lane_place = key_lane<D>();
 #pragma unroll 1

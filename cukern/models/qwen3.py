@@ -243,7 +243,7 @@ class Qwen3:
             eps=c.rms_norm_eps,
         )
         if batch.is_decode:
-            y = ops.attention_decode(q, k_cache, v_cache, batch.block_tables, batch.seq_lens)
+            y = ops.attention_decode(q, k_cache, v_cache, batch.block_tables, batch.seq_lens, static_cache=True)
         else:
             y = ops.attention_prefill(
                 q,

@@ -17,6 +17,7 @@ from cukern.ops._arrays import (
     check_out,
     check_shape,
     place_arrays,
+    pointer,
 )
 from cukern.ops._attention import (
     COMPILED_HEAD_DIMS,
@@ -55,6 +56,7 @@ def attention_decode(
     scale: float | None = None,
     max_seq_len: int | None = None,
     return_lse: bool = False,
+    static_cache: bool = False,
     out: Array | None = None,
 ) -> Array | tuple[Array, Array]:
     """``softmax(scale * q k^T) v`` of one query per sequence over its first ``seq_lens`` cached keys, grouped-query.
@@ -80,6 +82,10 @@ def attention_decode(
     max_seq_len : int, optional
         No sequence is longer (known on the host); makes the launch and the workspace smaller than the
         ``max_blocks * block_size`` that the tables could hold. A longer sequence gives NaN.
+    static_cache : bool
+        Promises that the kernel launched just ahead of this one in the stream, and those that may still run beside it,
+        write neither `block_tables` and `seq_lens` nor keys and values other than the last of each sequence. From
+        compute capability 9.0 on older keys are then fetched while that kernel still runs.
     return_lse : bool
         Also return the natural logarithm of the sum of exponentials of the scaled scores.
     out : array [B, Hq, D], optional
@@ -98,7 +104,8 @@ def attention_decode(
         Wrong dtypes or shapes. For NumPy input without emulation also wrong lengths or block ids; a GPU clamps lengths
         to the tables instead, and a block id outside the cache gives NaN.
     """
-    return _attention_decode(q, k_cache, v_cache, block_tables, seq_lens, scale, max_seq_len, return_lse, out, None)
+    given = (q, k_cache, v_cache, block_tables, seq_lens, scale, max_seq_len, return_lse, static_cache, out)
+    return _attention_decode(*given)
 
 
 def _attention_decode_splits(
@@ -112,10 +119,12 @@ def _attention_decode_splits(
     scale: float | None = None,
     max_seq_len: int | None = None,
     return_lse: bool = False,
+    static_cache: bool = False,
     out: Array | None = None,
 ) -> Array | tuple[Array, Array]:
     """:func:`attention_decode` with the chunks of a sequence over ``splits`` blocks, for tests and tuning."""
-    return _attention_decode(q, k_cache, v_cache, block_tables, seq_lens, scale, max_seq_len, return_lse, out, splits)
+    given = (q, k_cache, v_cache, block_tables, seq_lens, scale, max_seq_len, return_lse, static_cache, out)
+    return _attention_decode(*given, splits=splits)
 
 
 def _attention_decode_blocks(
@@ -129,10 +138,11 @@ def _attention_decode_blocks(
     scale: float | None = None,
     max_seq_len: int | None = None,
     return_lse: bool = False,
+    static_cache: bool = False,
     out: Array | None = None,
 ) -> Array | tuple[Array, Array]:
     """:func:`attention_decode` by ``blocks`` blocks that each take whole sequences, for tests and tuning."""
-    given = (q, k_cache, v_cache, block_tables, seq_lens, scale, max_seq_len, return_lse, out)
+    given = (q, k_cache, v_cache, block_tables, seq_lens, scale, max_seq_len, return_lse, static_cache, out)
     return _attention_decode(*given, splits=1, blocks=blocks)
 
 
@@ -145,19 +155,21 @@ def _attention_decode(
     scale: float | None,
     max_seq_len: int | None,
     return_lse: bool,
+    static_cache: bool,
     out: Array | None,
-    splits: int | None,
+    splits: int | None = None,
     blocks: int | None = None,
 ) -> Array | tuple[Array, Array]:
     simple = (
         out is None
         and return_lse is False
+        and type(static_cache) is bool
         and splits is None
         and blocks is None
         and (scale is None or type(scale) is float)
         and (max_seq_len is None or type(max_seq_len) is int)
     )
-    given, options = (q, k_cache, v_cache, block_tables, seq_lens), (scale, max_seq_len)
+    given, options = (q, k_cache, v_cache, block_tables, seq_lens), (scale, max_seq_len, static_cache)
     found = _PLANS.find(given, options) if simple else None
     if found is not None:
         plan, addresses = found
@@ -176,10 +188,13 @@ def _attention_decode(
     batch, heads, head_dim = q.shape
     check_caches(_NAME, place, ("k_cache", "v_cache"), k_cache, v_cache, head_dim, q.dtype)
     check_heads(_NAME, place, q, heads, k_cache.shape[1], head_dim)
+    index = (block_tables, seq_lens)
     block_tables = check_index(_NAME, "block_tables", block_tables, (batch, None), place)
     seq_lens = check_index(_NAME, "seq_lens", seq_lens, (batch,), place)
     value, c = softmax_constants(_NAME, scale, head_dim)
     check_flag(_NAME, "return_lse", return_lse)
+    check_flag(_NAME, "static_cache", static_cache)
+    static_cache = static_cache and block_tables is index[0] and seq_lens is index[1]  # a copy is made just ahead
     if max_seq_len is not None and not isinstance(max_seq_len, (int, np.integer)):
         raise TypeError(f"{_NAME}: max_seq_len must be a whole number, got {max_seq_len!r}")
     if max_seq_len is not None and max_seq_len < 0:
@@ -200,7 +215,20 @@ def _attention_decode(
         capacity = block_tables.shape[1] * k_cache.shape[2]
         max_len = capacity if max_seq_len is None else min(capacity, int(max_seq_len))
         first, second, parts = _launch(
-            q, k_cache, v_cache, block_tables, seq_lens, out, lse, max_len, value, c, place, splits, blocks
+            q,
+            k_cache,
+            v_cache,
+            block_tables,
+            seq_lens,
+            out,
+            lse,
+            max_len,
+            value,
+            c,
+            place,
+            splits,
+            blocks,
+            static_cache,
         )
         if simple and place.kind == "cuda":
             shared_mem = shared_bytes(q.shape[-1], heads // k_cache.shape[1])
@@ -222,6 +250,7 @@ def _launch(
     place: Place,
     splits: int | None,
     blocks: int | None,
+    static_cache: bool,
 ) -> tuple[_Made, _Made | None, tuple[tuple[int, ...], ...]]:
     """Launch, and return what was launched, the merge behind it if there was one, and the shapes of the workspaces."""
     batch, heads, head_dim = q.shape
@@ -239,6 +268,7 @@ def _launch(
     q_flat, (q_sequence, q_head) = strided(_NAME, "q", q, place)
     k_flat, k_strides = strided(_NAME, "k_cache", k_cache, place)
     v_flat, v_strides = strided(_NAME, "v_cache", v_cache, place)
+    static_cache = static_cache and (pointer(k_flat), pointer(v_flat)) == (pointer(k_cache), pointer(v_cache))
     max_blocks, page_shift = block_tables.shape[1], block_size.bit_length() - 1
     if blocks >= 2**31 or items >= 2**31 - 2**20 or batch * heads * -(-head_dim // 32) >= 2**31:
         raise ValueError(f"{_NAME}: q has shape {tuple(q.shape)}, too many (sequence, head) pairs for one launch")
@@ -272,6 +302,7 @@ def _launch(
         splits,
         scale,
         c,
+        int(static_cache),
     )
     first = (program, (blocks,), (_WARPS * 32,), arguments)
     program(*first[1:], shared_mem=shared_mem, pdl=True)
@@ -290,12 +321,12 @@ def select_splits(items: int, max_chunks: int, resident: int) -> int:
 
 
 def select_blocks(items: int, resident: int) -> int:
-    """Blocks that take whole items, the same number each; no effect on results.
+    """Blocks that take whole items: as many as the GPU holds at a time; no effect on results.
 
-    Two or three per place on the GPU, so that lengths that differ even out. More would cost the start of a block (2 us)
-    more often than sequences of one or two chunks can hide.
+    The kernel deals out items by length. More blocks would cost the start of one (2 us) more often than sequences of
+    one or two chunks can hide.
     """
-    return -(-items // max(1, round(items / (2 * resident))))
+    return min(items, resident)
 
 
 def resident_blocks(head_dim: int, group: int) -> int:

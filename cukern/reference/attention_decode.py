@@ -19,12 +19,13 @@ def attention_decode(
     scale: float | None = None,
     max_seq_len: int | None = None,
     return_lse: bool = False,
+    static_cache: bool = False,
     out: np.ndarray | None = None,
 ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
     """One new query per sequence over a paged cache; see ``cukern.ops.attention_decode``.
 
-    Computed in float32, or in float64 if q is float64; the output has the dtype of q. ``max_seq_len`` is only a
-    hint for the launch and is ignored here.
+    Computed in float32, or in float64 if q is float64; the output has the dtype of q. ``max_seq_len`` and
+    ``static_cache`` are for the launch and ignored here.
     """
     dtype = compute_dtype(q)
     scale = default_scale(scale, q.shape[-1])
