@@ -17,7 +17,7 @@
 // Numerics  the bits of every result are those of the operators called one after another (docs/numerics.md)
 // Template  T half | bf16; the model and the batch by macros, see decode/shape.cuh
 // PROFILE   every warp writes its clock at points of each layer (MARK) into `stamps` [gridDim.x, LAYERS + 1, MARKS, WARPS]
-// Measured: 48 % of 4.8 TB/s (Qwen3-0.6B, batch 1, context 127); H200, docs/performance.md
+// Measured: 55 % of 4.8 TB/s (Qwen3-0.6B, batch 1, context 127); H200, docs/performance.md
 #include "decode/merge.cuh"
 #include "ptx/grid_barrier.cuh"
 
@@ -195,6 +195,7 @@ __global__ void __launch_bounds__(THREADS, 1)
 
     // ---- 2: attention
     const int item_count = attention.item_count();
+    if (PAIRS) stream.fill_with_heads(item_count > 0);
     if (item_count > 0) {
       T *const layer_k = k_cache + layer * cache_layer, *const layer_v = v_cache + layer * cache_layer;
       Item item = attention.first();

@@ -262,7 +262,7 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
   };
   int owed = 0;  // slots read and not filled again
   const bool mine = paired(P) && unit < units;
-  if ((P == GATE_UP || P == DOWN) && paired(P) && stream.owed == Refill::next_product) stream.fill_unit();
+  if (paired(P)) stream.fill_due(P);
   bool first_unit = true;
   constexpr int Mark = first_mark(P);
   (void)first_unit, (void)Mark;

@@ -7,6 +7,7 @@
 #include "common/linear_tile.cuh"
 #include "decode/shape.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/pause.cuh"
 
 // threadIdx.x, such that nothing computed from it is kept in registers from layer to layer: computing it again is cheaper.
 __device__ __forceinline__ int this_thread() {
@@ -15,8 +16,11 @@ __device__ __forceinline__ int this_thread() {
   return (int)thread;
 }
 
-// See WeightStream::refill.
-enum class Refill { none, next_product, behind_qkv };
+// When an empty ring is filled, see WeightStream::refill: at the start of a product (its number), or while heads are computed.
+constexpr int NOT_DUE = -1, DUE_WITH_HEADS = HEAD + 1;
+// Clocks from the end of a block's part of QKV until the heads are where they are computed, which most blocks do not see.
+// H200, us a token: 460 at 2600, 457 at 3000, 464 at 3400, 475 at 3800.
+constexpr u32 HEADS_UNDER_WAY = 3000;
 
 template <class T> struct WeightStream {
   static constexpr int Pieces = RING_K / 8, Rows = 32 / Pieces, Copies = 8 / Rows;  // of a row; rows at once; of a lane
@@ -28,11 +32,11 @@ template <class T> struct WeightStream {
   int k_left;              // of the unit
   const T *source;         // this lane's first 16 bytes of the next chunk
   int row_step;            // elements to the row of its next 16 bytes
-  Refill owed;             // with PAIRS: when this warp's empty ring is filled again
+  int due;                 // with PAIRS: when this warp's empty ring is filled again
 
   __device__ __forceinline__ WeightStream(T *ring, const Plan &plan)
       : ring(ring), plan(plan), slot(0), issued(0), phase(0), unit((int)(threadIdx.x >> 5) - WARPS), k_left(0),
-        owed(Refill::none) {}
+        due(NOT_DUE) {}
 
   template <int P> __device__ __forceinline__ void enter_unit() {
     constexpr int K = product_k(P), Units = product_units(P), Length = unit_k(P);
@@ -89,7 +93,7 @@ template <class T> struct WeightStream {
 
   // With PAIRS: the whole ring, which the whole warp has read, with the unit that next_unit() has found.
   __device__ __forceinline__ void fill_unit() {
-    owed = Refill::none;
+    due = NOT_DUE;
     if (unit_k(HEAD) % (2 * PAIR_SEGMENT) != 0 && phase == PHASES - 1) return fill(PAIR_CHUNKS);
     __syncwarp();
     const int lane = this_thread() & 31, row = lane / Pieces, piece = lane % Pieces;
@@ -109,18 +113,31 @@ template <class T> struct WeightStream {
     issued += PAIR_CHUNKS;
   }
   // With PAIRS, behind product P: `read` says whether this warp has multiplied a unit. Weights that arrive in a burst hold up
-  // the words that the blocks wait for, so the ring is filled at once only if the next product needs it, or behind QKV, when
-  // memory is idle; else when the rows of the next product are there (this warp has no unit of it), or behind the next QKV.
+  // the words that the blocks wait for, so a ring is filled at once only if the next product needs it; else where memory has
+  // time until words are sent again: when the rows of a later product have come, of which this warp has no unit, or while the
+  // heads are computed, the longest such time.
   template <int P> __device__ __forceinline__ void refill(bool read) {
-    bool now = P == QKV && owed == Refill::behind_qkv;
-    if (read) {
-      const int before = phase;
-      next_unit();
-      const int distance = phase - before;
-      now = P == QKV || distance == 1;
-      if (!now) owed = P == O || (P == GATE_UP && distance == 2) ? Refill::next_product : Refill::behind_qkv;
+    if (!read) return;
+    next_unit();
+    const int apart = (phase - P) & 3, distance = apart == 0 ? 4 : apart;  // phases from the unit that was read to the next
+    due = P == O                          ? (int)GATE_UP
+          : P == GATE_UP && distance == 2 ? (int)DOWN
+          : P != QKV && (phase & 3) == O  ? (int)QKV  // before the heads: their warps put off what is due with them
+                                          : DUE_WITH_HEADS;
+    if (distance == 1) fill_unit();
+  }
+  __device__ __forceinline__ void fill_due(int when) {
+    if (due == when) fill_unit();
+  }
+  // Behind QKV. A warp that computes heads fills its ring later: its keys come the same way.
+  __device__ __forceinline__ void fill_with_heads(bool computes_heads) {
+    if (due != DUE_WITH_HEADS) return;
+    if (computes_heads) {
+      due = O;
+    } else {
+      pause(HEADS_UNDER_WAY);
+      fill_unit();
     }
-    if (now) fill_unit();
   }
 
   __device__ __forceinline__ void start() {
