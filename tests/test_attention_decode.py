@@ -181,7 +181,7 @@ def test_neighbours_do_not_change_bits(backend: Any, rng: np.random.Generator) -
 
 @pytest.mark.parametrize("longest", [300, 700])
 def test_sequences_of_a_block(backend: Any, rng: np.random.Generator, longest: int) -> None:
-    """Several sequences to a block, in another order than in the batch, since their lengths differ (not all of them)."""
+    """Several sequences to a block, in another order than in the batch, since some lengths differ."""
     lengths = [190, 0, 1, longest, 127, 128, 129, 64, 257, 190]
     cache = random_pages(rng, lengths, 2, 32, 16, np.float16)
     q = normal(rng, (len(lengths), 6, 32), np.float16)

@@ -243,7 +243,7 @@ class Qwen3:
             eps=c.rms_norm_eps,
         )
         if batch.is_decode:
-            # `embedding` starts when all work ahead of it has ended: only the new keys and values are being written here
+            # `embedding` starts when all work ahead of it has ended: of keys and values only new ones are being written
             y = ops.attention_decode(q, k_cache, v_cache, batch.block_tables, batch.seq_lens, static_cache=True)
         else:
             y = ops.attention_prefill(
