@@ -9,12 +9,14 @@
 //           batch has T / Rows + B slots and each CTA searches cu_seqlens for its own; long causal tiles go first. So many
 //           pairs of sequence and key/value head are worked on `together` that their keys and values stay in L2.
 // Template  T half | bf16; D multiple of 16 up to 256; Paged; Warps 4 | 8; Stages of K/V tiles 1 | 2; Chunk (numerics).
-//           D <= 128: a warp owns 16 query rows. D > 128 (8 warps, 1 stage): two warps share 16 rows; both compute all
-//           scores, each owns half of the columns of V. Shared memory: (Rows + 2 * Stages * 64) * D * 2 bytes, at most
-//           96 KB.
+//           D <= 128: a warp owns 16 query rows. Two stages: a step is a chunk, p of all its keys first, then its products
+//           with V for a few columns after the other, merged at once: no accumulator of all columns stands beside the totals,
+//           and scores of the next tile can be under way beside a softmax. One stage: a step is a tile. D > 128 (8 warps, 1
+//           stage): two warps share 16 rows; both compute all scores, each owns half of the columns of V. Shared memory:
+//           (Rows + 2 * Stages * 64) * D * 2 bytes, at most 96 KB.
 // Numerics  tiles of 64 keys, chunks of Chunk keys from key 0, merged in ascending order by common/softmax.cuh: the
 //           bits of a row do not depend on the tile height, the stages, the page layout or the rest of the batch.
-// Measured  35 % of 790 TFLOP/s (2 x 8,192, 16/8 heads x 128); H200, docs/performance.md
+// Measured  36 % of 790 TFLOP/s (1 x 8,192, 16/8 heads x 128); H200, docs/performance.md
 #include "common/kv_tile.cuh"
 #include "common/softmax.cuh"
 #include "ptx/mma.cuh"
@@ -44,52 +46,56 @@ template <class T, int D> struct Queries {  // 16 query rows of a warp: held as 
 };
 
 // s = q k^T for 16 rows and the 64 keys of a tile, k-steps ascending over D. Fragments are loaded ahead of their use.
-template <class T, int D>
-__device__ __forceinline__ void score_tile(float (&s)[TILE / 8][4], const Queries<T, D> &q, const T *keys) {
+// `beside(i)`, Parts pieces of other work, are spread over the steps.
+template <class T, int D, int Parts, class Work>
+__device__ __forceinline__ void score_tile(float (&s)[TILE / 8][4], const Queries<T, D> &q, const T *keys, Work beside) {
   constexpr int Groups = TILE / 16, Steps = D / 16 * Groups, Ahead = 2;
-  const int lane = key_lane<D>();
+  TileFragments<T, D> fragments;
+  fragments.init(keys, key_lane<D>());
   u32 a[4], b[Ahead + 1][4];
 #pragma unroll
   for (int n = 0; n < TILE / 8; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.f;
 #pragma unroll
-  for (int i = 0; i < Ahead; ++i) ldmatrix_x4(b[i], keys + fragment_at<D>(lane, i % Groups * 16, i / Groups));
+  for (int i = 0; i < Ahead; ++i) fragments.template load<false>(b[i], i % Groups * 16, i / Groups);
 #pragma unroll
   for (int i = 0; i < Steps; ++i) {
     const int n = i % Groups, next = i + Ahead;
     if (n == 0) q.get(a, i / Groups);
-    if (next < Steps)
-      ldmatrix_x4(b[next % (Ahead + 1)], keys + fragment_at<D>(lane, next % Groups * 16, next / Groups));
+    if (next < Steps) fragments.template load<false>(b[next % (Ahead + 1)], next % Groups * 16, next / Groups);
     const u32(&f)[4] = b[i % (Ahead + 1)];
     mma_m16n8k16<T>(s[2 * n], a, f[0], f[1]);
     mma_m16n8k16<T>(s[2 * n + 1], a, f[2], f[3]);
+#pragma unroll
+    for (int part = i * Parts / Steps; part < (i + 1) * Parts / Steps; ++part) beside(part);
   }
 }
+template <class T, int D>
+__device__ __forceinline__ void score_tile(float (&s)[TILE / 8][4], const Queries<T, D> &q, const T *keys) {
+  score_tile<T, D, 0>(s, q, keys, [](int) {});
+}
 
-// One online-softmax step: turns the scores of a tile into p, adds p v to acc, and updates m and l of both rows.
-// Blocks16: 16-column blocks of V that this warp owns, from block d0; `last` false leaves the last one out.
-template <class T, int D, int Blocks16>
-__device__ __forceinline__ void attend_tile(float (&s)[TILE / 8][4], float (&acc)[2 * Blocks16][4], float (&m)[2],
-                                            float (&l)[2], bool first, float c, const T *values, int d0, bool last) {
-  const int lane = value_lane<D>();
-  float mc[2], corr[2], sum[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    float top = m[i];
-#pragma unroll
-    for (int n = 0; n < TILE / 8; ++n) top = fmaxf(top, fmaxf(s[n][2 * i], s[n][2 * i + 1]));
-    top = quad_max(top);
-    corr[i] = rescale_factor(m[i], top, c);
-    mc[i] = __fmul_rn(finite_max(top), c);
-    m[i] = top;
+// Statistics of the keys of a chunk that were seen so far, for the two rows of a lane.
+struct Running {
+  float m[2], l[2], corr[2], mc[2], sum[2];
+
+  __device__ __forceinline__ void reset() {
+    m[0] = m[1] = -CUKERN_INF;
+    l[0] = l[1] = 0.f;
   }
-  if (!first) {
+  __device__ __forceinline__ void raise(const float (&s)[TILE / 8][4], float c) {  // takes in the maxima of a tile
 #pragma unroll
-    for (int d = 0; d < 2 * Blocks16; ++d)
+    for (int i = 0; i < 2; ++i) {
+      float top = m[i];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) acc[d][e] = __fmul_rn(acc[d][e], corr[e >> 1]);
+      for (int n = 0; n < TILE / 8; ++n) top = fmaxf(top, fmaxf(s[n][2 * i], s[n][2 * i + 1]));
+      top = quad_max(top);
+      corr[i] = rescale_factor(m[i], top, c);
+      mc[i] = __fmul_rn(finite_max(top), c);
+      m[i] = top;
+    }
   }
-#pragma unroll
-  for (int j = 0; j < TILE / 16; ++j) {
+  // p of the keys 16 j ... of the tile as an operand of the products with V, and their sums; j ascending from 0.
+  template <class T> __device__ __forceinline__ void exponentials(u32 (&a)[4], const float (&s)[TILE / 8][4], int j, float c) {
     float p[2][4];
 #pragma unroll
     for (int h = 0; h < 2; ++h)
@@ -99,9 +105,31 @@ __device__ __forceinline__ void attend_tile(float (&s)[TILE / 8][4], float (&acc
     for (int i = 0; i < 2; ++i) {
       const float g = group_sum(p[0][2 * i], p[0][2 * i + 1], p[1][2 * i], p[1][2 * i + 1]);
       sum[i] = j == 0 ? g : sum[i] + g;
+      if (j == TILE / 16 - 1) l[i] = update_sum(l[i], corr[i], sum[i]);
     }
-    const u32 a[4] = {pack2<T>(p[0][0], p[0][1]), pack2<T>(p[0][2], p[0][3]), pack2<T>(p[1][0], p[1][1]),
-                      pack2<T>(p[1][2], p[1][3])};
+    // packed here and not at their use, until when they would take twice the registers
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = opaque(pack2<T>(p[i >> 1][i % 2 * 2], p[i >> 1][i % 2 * 2 + 1]));
+  }
+};
+
+// One online-softmax step: turns the scores of a tile into p, adds p v to acc, and updates the statistics of both rows.
+// Blocks16: 16-column blocks of V that this warp owns, from block d0; `last` false leaves the last one out.
+template <class T, int D, int Blocks16>
+__device__ __forceinline__ void attend_tile(const float (&s)[TILE / 8][4], float (&acc)[2 * Blocks16][4], Running &chunk,
+                                            bool first, float c, const T *values, int d0, bool last) {
+  const int lane = value_lane<D>();
+  chunk.raise(s, c);
+  if (!first) {
+#pragma unroll
+    for (int d = 0; d < 2 * Blocks16; ++d)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) acc[d][e] = __fmul_rn(acc[d][e], chunk.corr[e >> 1]);
+  }
+#pragma unroll
+  for (int j = 0; j < TILE / 16; ++j) {
+    u32 a[4];
+    chunk.exponentials<T>(a, s, j, c);
 #pragma unroll
     for (int d = 0; d < Blocks16; ++d) {
       if (d == Blocks16 - 1 && !last) break;
@@ -111,8 +139,48 @@ __device__ __forceinline__ void attend_tile(float (&s)[TILE / 8][4], float (&acc
       mma_m16n8k16<T>(acc[2 * d + 1], a, b[2], b[3]);
     }
   }
+}
+
+// A chunk's products with V, merged into the totals; Tiles 1: its first tile alone is seen. Columns come in blocks of 16,
+// Width at a time, each with all of its keys, so that only their sums take registers and not those of all columns.
+template <class T, int D, int Tiles>
+__device__ __forceinline__ void add_chunk(float (&total)[D / 8][4], const u32 (&p)[2 * TILE / 16][4], const Running &chunk,
+                                          const ChunkMerge (&merge)[2], const T *values) {
+  constexpr int Blocks = D / 16, Width = D <= 64 ? 1 : 2, Groups = Tiles * TILE / 16;
+  constexpr int Steps = ceil_div(Blocks, Width) * Groups;
+  TileFragments<T, D> fragments;
+  fragments.init(values, value_lane<D>());
+  u32 b[2][Width][4];
+  auto load = [&](int i) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i) l[i] = update_sum(l[i], corr[i], sum[i]);
+    for (int w = 0; w < Width; ++w)
+      if (i / Groups * Width + w < Blocks)
+        fragments.template load<true>(b[i & 1][w], i % Groups * 16, i / Groups * Width + w);
+  };
+  float acc[2 * Width][4];
+  load(0);
+#pragma unroll
+  for (int i = 0; i < Steps; ++i) {
+    const int j = i % Groups, first = i / Groups * Width;
+    if (i + 1 < Steps) load(i + 1);
+#pragma unroll
+    for (int d = 0; d < 2 * Width; ++d) {
+      if (first + d / 2 >= Blocks) continue;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (j == 0) acc[d][e] = 0.f;
+        if (j == TILE / 16) acc[d][e] = __fmul_rn(acc[d][e], chunk.corr[e >> 1]);
+      }
+      mma_m16n8k16<T>(acc[d], p[j], b[i & 1][d / 2][d % 2 * 2], b[i & 1][d / 2][d % 2 * 2 + 1]);
+    }
+    if (j == Groups - 1)
+#pragma unroll
+      for (int d = 0; d < 2 * Width; ++d)
+        if (first + d / 2 < Blocks)
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            total[2 * first + d][e] = merge[e >> 1].add(total[2 * first + d][e], acc[d][e]);
+  }
 }
 
 // Which sequence and which of its query tiles a slot of a packed batch stands for: sequence i owns the slots from
@@ -129,7 +197,7 @@ __device__ __forceinline__ void find_tile(const int *cu, int batch, int slot, in
 }
 
 template <class T, int D, bool Paged, int Warps, int Stages, int Chunk>
-__global__ void __launch_bounds__(Warps * 32, Warps == 4 ? (D <= 64 ? 3 : 2) : 1)
+__global__ void __launch_bounds__(Warps * 32, Warps == 4 && Stages == 2 ? (D <= 64 ? 3 : 2) : 1)
     attention_prefill(const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v, T *__restrict__ out,
                       float *__restrict__ lse, const int *__restrict__ cu_q, const int *__restrict__ cu_k,
                       const int *__restrict__ tables, const int *__restrict__ seq_lens, int batch, int q_tokens,
@@ -144,6 +212,7 @@ __global__ void __launch_bounds__(Warps * 32, Warps == 4 ? (D <= 64 ? 3 : 2) : 1
   constexpr int Unroll = 4;
 #endif
   static_assert(Chunk % TILE == 0 && D % 16 == 0 && D <= 256, "see the head of the file");
+  static_assert(Stages == 1 || (D <= 128 && TilesPerChunk == 2), "two stages: a chunk, queries in registers");
   extern __shared__ __align__(128) unsigned char shared[];
   T *const s_q = reinterpret_cast<T *>(shared), *const s_k = s_q + Rows * D, *const s_v = s_k + Stages * TILE * D;
 
@@ -176,131 +245,214 @@ __global__ void __launch_bounds__(Warps * 32, Warps == 4 ? (D <= 64 ? 3 : 2) : 1
   const T *const k_rows = k + (dense_kv ? b * k_sequence : 0) + (i64)k_begin * k_token + (i64)kv_head * k_head;
   const T *const v_rows = v + (dense_kv ? b * v_sequence : 0) + (i64)k_begin * v_token + (i64)kv_head * v_head;
 
+  const int warp_row = warp / Split * 16, shift = causal ? len - n + 1 : 1 << 30;
   // What is needed rarely waits in shared memory: the loop has no register to spare.
   __shared__ struct {
     i64 out_row;
     const T *k, *v;
     const int *table;
-    int valid, head;
+    int valid, head, limit;
   } rare;
   if (threadIdx.x == 0) {
     rare.out_row = (cu_q != nullptr ? 0 : (i64)b * q_tokens) + q_begin + row0;
     rare.valid = n - row0;
-    if constexpr (D > 128) rare.head = query_head;
+    rare.limit = row0 + shift;
+    rare.head = query_head;
     rare.k = k_rows;
     rare.v = v_rows;
     if constexpr (Paged) rare.table = tables + (i64)b * max_blocks;
   }
   __syncthreads();
 
-  // Row r of this warp sees the keys [0, min(limit + r, len)); none if that is negative, or if the warp has no row.
-  const int warp_row = warp / Split * 16, shift = causal ? len - n + 1 : 1 << 30;
-  const int limit = row0 + warp_row < n ? row0 + warp_row + shift : -(1 << 30);
-  const int tiles = ceil_div(max(min(row0 + Rows - 1 + shift, len), 0), TILE);
+  // Row r sees the keys [0, min(row0 + shift + r, len)). len: to the end of the last tile of which any row sees a key.
+  len = max(min(ceil_div(min(row0 + Rows - 1 + shift, len), TILE) * TILE, len), 0);
+  const int full = min(row0 + warp_row + shift, len);  // keys that all rows of this warp see, and that one of them sees
+  const int most = row0 + warp_row < n ? min(row0 + warp_row + shift + 15, len) : 0;
   const int d0 = warp % Split * Blocks16;
   const bool last = Split == 1 || d0 + Blocks16 <= D / 16;
 
-  int pages = -1;
+  constexpr int Span = Stages * TILE;  // keys whose values are in shared memory
+  int pages = -1;                      // of the blocks under the keys that are copied next
   auto fetch = [&](int t) {
-    if constexpr (Paged) pages = fetch_pages<TILE>(rare.table, t * TILE, len, page_shift);
+    if constexpr (Paged) return fetch_pages<Span>(rare.table, t * TILE, len, page_shift);
+    return -1;
   };
-  auto copy_keys = [&](int t) {
-    T *const dst = s_k + t % Stages * TILE * D;
-    if constexpr (Paged)
-      copy_pages<T, D, TILE, Threads, Kv::key, Unroll>(dst, rare.k, k_sequence, k_token, pages, t * TILE, len,
+  auto copy_keys = [&](T *dst, int t, int of_tile) {
+    if constexpr (Paged) {
+      if (Stages == 2 && t % 2 == 1) of_tile = __shfl_sync(0xffffffffu, of_tile, (lane + (TILE >> page_shift)) & 31);
+      copy_pages<T, D, TILE, Threads, Kv::key, Unroll>(dst, rare.k, k_sequence, k_token, of_tile, t * TILE, len,
                                                        page_shift, num_blocks);
-    else
+    } else
       copy_rows<T, D, TILE, Threads, Unroll>(dst, rare.k + (i64)t * TILE * k_token, k_token, len - t * TILE);
   };
   auto copy_values = [&](int t) {
-    T *const dst = s_v + t % Stages * TILE * D;
     if constexpr (Paged)
-      copy_pages<T, D, TILE, Threads, Kv::value, Unroll>(dst, rare.v, v_sequence, v_token, pages, t * TILE, len,
+      copy_pages<T, D, Span, Threads, Kv::value, Unroll>(s_v, rare.v, v_sequence, v_token, pages, t * TILE, len,
                                                          page_shift, num_blocks);
     else
-      copy_rows<T, D, TILE, Threads, Unroll>(dst, rare.v + (i64)t * TILE * v_token, v_token, len - t * TILE);
+      copy_rows<T, D, Span, Threads, Unroll>(s_v, rare.v + (i64)t * TILE * v_token, v_token, len - t * TILE);
   };
 
-  float s[TILE / 8][4], acc[2 * Blocks16][4], total[2 * Blocks16][4];
-  float m[2] = {-CUKERN_INF, -CUKERN_INF}, l[2] = {0.f, 0.f};
-  ChunkMerge merge[2];
-  merge[0].reset();
-  merge[1].reset();
+  float total[2 * Blocks16][4];
 #pragma unroll
   for (int d = 0; d < 2 * Blocks16; ++d)
 #pragma unroll
-    for (int e = 0; e < 4; ++e) acc[d][e] = total[d][e] = 0.f;
+    for (int e = 0; e < 4; ++e) total[d][e] = 0.f;
+  Running chunk;
+  ChunkMerge merge[2];
+  merge[0].reset();
+  merge[1].reset();
   Queries<T, D> queries;
   queries.rows = s_q + warp_row * D;
-
-  if (tiles > 0) {
-    copy_rows<T, D, Rows, Threads>(s_q, q_rows, q_token, n - row0);
-    fetch(0);
-    copy_keys(0);
-    if (Stages == 2) {
-      copy_values(0);
-      fetch(1);
+  auto mask = [&](float (&s)[TILE / 8][4], int t) {
+    if ((t + 1) * TILE <= full) return;
+    const int thread = opaque(threadIdx.x);  // or these would stand in registers all the time
+    const int key = t * TILE + (thread & 3) * 2, row = rare.limit + warp_row + (thread >> 2 & 7);
+    const int bound[2] = {min(row, len) - key, min(row + 8, len) - key};
+#pragma unroll
+    for (int j = 0; j < TILE / 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (j * 8 + (e & 1) >= bound[e >> 1]) s[j][e] = -CUKERN_INF;
+  };
+  if constexpr (Stages == 2) {  // a chunk a step
+    // Beside: the softmax of a tile stands between the scores of the next one. Early: that is so for the second tile too, the
+    // scores of a chunk's first tile are those of the chunk before. Each where there are registers for it.
+#if __CUDA_ARCH__ >= 1000
+    constexpr bool Beside = D <= 64;
+#else
+    constexpr bool Beside = true;
+#endif
+    constexpr bool Early = Beside && D > 64;
+    constexpr int Parts = 1 + TILE / 16;  // of a softmax: maxima, then 16 keys each
+    float s0[TILE / 8][4], s1[TILE / 8][4];
+    u32 p[2 * TILE / 16][4];
+    T *const s_k1 = s_k + TILE * D;
+    // M and L wait in the place of q: there is no register for them
+    Vec<float, 4> *const kept = reinterpret_cast<Vec<float, 4> *>(s_q + warp_row * D) + lane;
+    auto keep = [&] { *kept = Vec<float, 4>{{merge[0].M, merge[0].L, merge[1].M, merge[1].L}}; };
+    auto recall = [&] {
+      const Vec<float, 4> x = *kept;
+      merge[0].M = x.v[0], merge[0].L = x.v[1], merge[1].M = x.v[2], merge[1].L = x.v[3];
+    };
+    int next = -1;  // pages of the chunk after the next one
+    if (len > 0) {
+      copy_rows<T, D, Rows, Threads>(s_q, q_rows, q_token, n - row0);
+      pages = fetch(0);
+      next = fetch(2);
+      copy_keys(Early ? s_v : s_k, 0, pages);  // Early: the place of the first values, they come when its scores are done
+      cp_async_commit();
+      if (TILE < len) copy_keys(s_k1, 1, pages);
+      if (Early && 2 * TILE < len) copy_keys(s_k, 2, next);
+      cp_async_commit();
+      cp_async_wait<1>();
+      __syncthreads();  // queries and the first keys are there
+      queries.load();
+      __syncwarp();
+      if (Early && most > 0) score_tile<T, D>(s0, queries, s_v);
     }
-    cp_async_commit();
-  }
-  for (int t = 0; t < tiles; ++t) {
-    const T *const keys = s_k + t % Stages * TILE * D, *const values = s_v + t % Stages * TILE * D;
-    const bool active = t * TILE < min(limit + 15, len);
-    cp_async_wait<0>();
-    __syncthreads();  // tile t (of K) is there, and nobody reads what the next copies overwrite
-    if (t == 0) queries.load();
-    if (Stages == 2) {
-      if (t + 1 < tiles) {
-        copy_keys(t + 1);
-        copy_values(t + 1);
-        cp_async_commit();
-        fetch(t + 2);
-      }
-      if (active) score_tile<T, D>(s, queries, keys);
-    } else {
+    keep();
+    for (int t = 0; t * TILE < len; t += 2) {
+      cp_async_wait<0>();
+      __syncthreads();  // keys are there, nobody reads the last values
       copy_values(t);
       cp_async_commit();
-      fetch(t + 1);
-      if (active) score_tile<T, D>(s, queries, keys);
+      pages = next;
+      next = fetch(t + 4);
+      chunk.reset();
+      auto softmax = [&](const float(&s)[TILE / 8][4], int tile, int part) {
+        if (part == 0)
+          chunk.raise(s, c);
+        else
+          chunk.template exponentials<T>(p[tile * TILE / 16 + part - 1], s, part - 1, c);
+      };
+      auto first = [&](int part) { softmax(s0, 0, part); };
+      auto second = [&](int part) { softmax(s1, 1, part); };
+      auto all = [&](auto parts) {
+#pragma unroll
+        for (int part = 0; part < Parts; ++part) parts(part);
+      };
+      const bool seen = t * TILE < most, both = (t + 1) * TILE < most;  // the first tile, the second one too
+      if (seen) {
+        if (!Early) score_tile<T, D>(s0, queries, s_k);
+        mask(s0, t);
+        if (!Beside || !both) all(first);
+        if (both) {
+          score_tile<T, D, Beside ? Parts : 0>(s1, queries, s_k1, first);
+          mask(s1, t + 1);
+          if (Early && (t + 2) * TILE < most)
+            score_tile<T, D, Parts>(s0, queries, s_k, second);
+          else
+            all(second);
+        }
+        recall();
+        merge[0].step(chunk.m[0], chunk.l[0], c);
+        merge[1].step(chunk.m[1], chunk.l[1], c);
+        keep();
+      }
+      cp_async_wait<0>();
+      __syncthreads();  // values are there, nobody reads the keys
+      const int after = t + (Early ? 4 : 2);
+      if ((t + 3) * TILE < len) copy_keys(s_k1, t + 3, pages);
+      if (after * TILE < len) copy_keys(s_k, after, Early ? next : pages);
+      cp_async_commit();
+      if (both)
+        add_chunk<T, D, 2>(total, p, chunk, merge, s_v);
+      else if (seen)
+        add_chunk<T, D, 1>(total, p, chunk, merge, s_v);
+    }
+    recall();
+    __syncwarp();
+  } else {  // a tile a step
+    float s[TILE / 8][4], acc[2 * Blocks16][4];
+    auto start_chunk = [&] {
+      chunk.reset();
+#pragma unroll
+      for (int d = 0; d < 2 * Blocks16; ++d)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) acc[d][e] = 0.f;
+    };
+    start_chunk();
+    if (len > 0) {
+      copy_rows<T, D, Rows, Threads>(s_q, q_rows, q_token, n - row0);
+      pages = fetch(0);
+      copy_keys(s_k, 0, pages);
+      cp_async_commit();
+    }
+    for (int t = 0; t * TILE < len; ++t) {
+      const bool active = t * TILE < most;
+      cp_async_wait<0>();
+      __syncthreads();  // K of tile t is there, and nobody reads V of the last one
+      if (t == 0) queries.load();
+      copy_values(t);
+      cp_async_commit();
+      pages = fetch(t + 1);
+      if (active) score_tile<T, D>(s, queries, s_k);
       cp_async_wait<0>();
       __syncthreads();  // V of tile t is there, and K may be overwritten
-      if (t + 1 < tiles) {
-        copy_keys(t + 1);
+      if ((t + 1) * TILE < len) {
+        copy_keys(s_k, t + 1, pages);
         cp_async_commit();
       }
-    }
-    if (active) {
-      if ((t + 1) * TILE > min(limit, len)) {
-        const int key = t * TILE + (lane & 3) * 2, row = limit + (lane >> 2);
-        const int bound[2] = {min(row, len) - key, min(row + 8, len) - key};
+      if (active) {
+        mask(s, t);
+        attend_tile<T, D, Blocks16>(s, acc, chunk, t % TilesPerChunk == 0, c, s_v, d0, last);
+        if (t % TilesPerChunk == TilesPerChunk - 1 || (t + 1) * TILE >= most) {
 #pragma unroll
-        for (int j = 0; j < TILE / 8; ++j)
+          for (int i = 0; i < 2; ++i) merge[i].step(chunk.m[i], chunk.l[i], c);
 #pragma unroll
-          for (int e = 0; e < 4; ++e)
-            if (j * 8 + (e & 1) >= bound[e >> 1]) s[j][e] = -CUKERN_INF;
-      }
-      attend_tile<T, D, Blocks16>(s, acc, m, l, t % TilesPerChunk == 0, c, values, d0, last);
-      if (t % TilesPerChunk == TilesPerChunk - 1 || (t + 1) * TILE >= min(limit + 15, len)) {
+          for (int d = 0; d < 2 * Blocks16; ++d)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          merge[i].step(m[i], l[i], c);
-          m[i] = -CUKERN_INF;
-          l[i] = 0.f;
+            for (int e = 0; e < 4; ++e) total[d][e] = merge[e >> 1].add(total[d][e], acc[d][e]);
+          start_chunk();
         }
-#pragma unroll
-        for (int d = 0; d < 2 * Blocks16; ++d)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            total[d][e] = merge[e >> 1].add(total[d][e], acc[d][e]);
-            acc[d][e] = 0.f;
-          }
       }
     }
+    __syncthreads();
   }
 
   // Through shared memory (the place of q, each warp its own part), so that rows leave in pieces of 16 bytes.
-  __syncthreads();
-  const int valid = rare.valid - warp_row, head = D > 128 ? rare.head : query_head;
+  const int valid = rare.valid - warp_row, head = rare.head;
   const i64 out_row = rare.out_row + warp_row;
   float norm[2];
 #pragma unroll

@@ -324,8 +324,10 @@ def test_variants_have_the_same_bits(backend: Any, rng: np.random.Generator) -> 
     assert_close("attention", other, reference(*wide(*map(backend.get, (q, k, v)))))
 
 
-def test_thread_order_does_not_change_bits(rng: np.random.Generator) -> None:
-    q, k, v = dense(rng, 1, 80, 2, 1, 64, np.float16)
+@pytest.mark.parametrize(("d", "keys"), [(64, 300), (128, 300), (256, 100)])
+def test_thread_order_does_not_change_bits(rng: np.random.Generator, d: int, keys: int) -> None:
+    """Slow and fast warps: over several chunks every place in shared memory is filled and read again."""
+    q, k, v = dense(rng, 1, 80, 2, 1, d, np.float16, keys)
     results = []
     for order in ("up", "down", "random"):
         with cukern.emulate(check=True, order=order):
@@ -517,13 +519,15 @@ def test_wrong_values_on_the_host(change: dict[str, np.ndarray], message: str) -
 
 
 def test_variant_choice() -> None:
-    """Large work takes tall tiles; small work takes small ones where two of them fit an SM."""
-    assert select(128, 16384, 8, 16, 132, 228 << 10) == Variant(8, 2)
-    assert select(128, 16384, 512, 16, 132, 228 << 10) == Variant(4, 2)
-    assert select(128, 512, 1, 16, 132, 228 << 10) == Variant(4, 2)
-    assert select(128, 128, 1, 16, 8, 100 << 10) == Variant(8, 2)
-    assert select(64, 128, 1, 16, 8, 100 << 10) == Variant(4, 2)
-    assert select(256, 16384, 8, 16, 132, 228 << 10) == Variant(8, 1)
+    """Small tiles where two of them fit an SM; tall ones for a few rows on the pages of a long context."""
+    for rows in (128, 16384):
+        for paged in (False, True):
+            assert select(64, rows, 16, paged, 8, 100 << 10) == Variant(4, 2)
+            assert select(128, rows, 16, paged, 8, 100 << 10) == Variant(8, 2)
+            assert select(256, rows, 16, paged, 132, 228 << 10) == Variant(8, 1)
+        for per_sm in (164 << 10, 228 << 10):
+            assert select(128, rows, 16, False, 132, per_sm) == Variant(4, 2)
+            assert select(128, rows, 16, True, 132, per_sm) == (Variant(8, 2) if rows == 128 else Variant(4, 2))
     for d in range(16, 257, 16):
         for variant in candidates(d):
             assert variant.shared_mem(d) + 1024 <= 99 << 10

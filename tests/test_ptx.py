@@ -142,6 +142,16 @@ def test_ldmatrix(backend: Any, matrices: int, trans: bool) -> None:
         np.testing.assert_array_equal(out[m].view(np.uint16).reshape(8, 8), block)
 
 
+@pytest.mark.parametrize("trans", [False, True])
+def test_ldmatrix_at_a_distance(backend: Any, trans: bool) -> None:
+    data, row = cases.rows(7, 64), cases.permutation(8, 48)[:32].copy()
+    near, far = (
+        launch(backend, f"{name}{str(trans).lower()}>", 1, data, rows, np.zeros((4, 32), np.uint32))[-1]
+        for name, rows in (("ldmatrix_rows<4, ", row + 16), ("ldmatrix_distant_rows<", row))
+    )
+    np.testing.assert_array_equal(far, near)
+
+
 def test_cp_async(backend: Any) -> None:
     data, to = cases.rows(3, 64), cases.permutation(4, 32)
     out = launch(backend, "cp_async_groups", 1, data, to, np.zeros((64, 4), np.uint32))[-1]

@@ -135,7 +135,7 @@ def by_cublas(x: Any, weight: Any, **options: Any) -> Any:
 
 def other_chunks(*args: Any, **options: Any) -> Any:
     """Prefill whose chunks are longer than those of decoding."""
-    return _attention_prefill_variant(Variant(4, 2, chunk=256), *args, **options)
+    return _attention_prefill_variant(Variant(4, 1, chunk=256), *args, **options)
 
 
 LINEAR = ops.linear

@@ -181,7 +181,7 @@ def time_prefill(cupy: Any, dtype: Any, head_dim: int, heads: int, kv_heads: int
         options = _options(head_dim)
         chosen = options[0]
         if isinstance(chosen, Variant):
-            chosen = select(head_dim, batch * length, batch, heads, info.sm_count, info.shared_mem_per_sm)
+            chosen = select(head_dim, batch * length, heads, False, info.sm_count, info.shared_mem_per_sm)
         for causal in (True, False):
             flops = 4.0 * batch * heads * length * length * head_dim / (2 if causal else 1)
             peers = _torch_us(cupy, q, k, v, causal, rounds)

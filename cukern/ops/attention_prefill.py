@@ -69,17 +69,19 @@ def candidates(head_dim: int) -> list[Variant]:
     return [Variant(4, 2)] if head_dim <= 64 else [Variant(8, 2), Variant(4, 2)]
 
 
-def select(head_dim: int, rows: int, batch: int, heads: int, sm_count: int, shared_mem_per_sm: int) -> Variant:
-    """The variant for ``rows`` query tokens in ``batch`` sequences: from shapes alone, no effect on the result."""
+def select(head_dim: int, rows: int, heads: int, paged: bool, sm_count: int, shared_mem_per_sm: int) -> Variant:
+    """The variant for ``rows`` query tokens: from shapes alone, no effect on the result."""
     tall, small = Variant(8, 2), Variant(4, 2)
     if head_dim > 128:
         return Variant(8, 1)
     if head_dim <= 64:
         return small
-    # two small CTAs must share an SM (each costs 1 KB beyond what it asks for), else one tall CTA holds as many warps
+    # two small CTAs do not wait for each other; they must share an SM (each costs 1 KB beyond what it asks for), else
+    # one tall CTA holds as many warps
     if 2 * (small.shared_mem(head_dim) + 2048) > shared_mem_per_sm:
         return tall
-    return tall if rows >= 256 * batch and rows // tall.rows(head_dim) * heads >= 2 * sm_count else small
+    # a chunk of a prompt on its context: where CTAs are few, the warps that copy pages are what counts
+    return tall if paged and -(-rows // small.rows(head_dim)) * heads < 2 * sm_count else small
 
 
 def attention_prefill(
@@ -291,7 +293,7 @@ def _launch(
     if variant is None:
         info = device()
         total = batch * tokens if dense else tokens
-        variant = select(head_dim, total, batch, heads, info.sm_count, info.shared_mem_per_sm)
+        variant = select(head_dim, total, heads, paged, info.sm_count, info.shared_mem_per_sm)
     rows = variant.rows(head_dim)
     slots = batch * -(-tokens // rows) if dense else tokens // rows + batch
     if slots * heads >= 2**31:

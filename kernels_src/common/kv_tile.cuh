@@ -40,19 +40,34 @@ template <int Columns> __device__ __forceinline__ int fragment_at(int lane_offse
   return (lane_offset ^ ((2 * block & low) << 3)) + row0 * Columns + ((2 * block & ~low) << 3);
 }
 
+// The fragments of a tile for a caller that reads many of them and has few registers: a place for each way in which blocks
+// are permuted, everything else is a constant distance.
+template <class T, int Columns> struct TileFragments {
+  static constexpr int ways = RowTile<Columns>::cycle / 2;
+  SharedPlace places[ways];
+
+  __device__ __forceinline__ void init(const T *tile, int lane_offset) {
+#pragma unroll
+    for (int i = 0; i < ways; ++i) places[i] = shared_place(tile + (lane_offset ^ i << 4));
+  }
+  template <bool Trans> __device__ __forceinline__ void load(u32 (&r)[4], int row0, int block) const {
+    ldmatrix_x4_at<Trans>(r, places[block % ways], (row0 * Columns + block / ways * ways * 16) * (int)sizeof(T));
+  }
+};
+
 // Copies rows [0, valid) of `src` into a tile of Rows rows and zero-fills the others.
 // Unroll: of the loop where threads change columns; fully unrolled, its loop invariants fill the registers of a caller.
 template <class T, int Columns, int Rows, int Threads, int Unroll = 2>
 __device__ __forceinline__ void copy_rows(T *tile, const T *src, int stride, int valid) {
   constexpr int pieces = Columns / 8, total = Rows * pieces, step = Threads / pieces;
   if constexpr (Threads % pieces == 0 && step % 8 == 0 && Rows % step == 0) {  // a thread stays in its column
-    int row = threadIdx.x / pieces;
-    T *dst = tile + RowTile<Columns>::at(row, threadIdx.x % pieces);
-    const T *from = src + (i64)row * stride + threadIdx.x % pieces * 8;
+    const int thread = opaque(threadIdx.x), row = thread / pieces, piece = thread % pieces, left = valid - row;
+    T *dst = tile + RowTile<Columns>::at(row, piece);
+    const T *from = src + (i64)row * stride + piece * 8;
 #pragma unroll
     for (int i = 0; i < Rows / step; ++i) {
-      const bool ok = row + i * step < valid;
-      cp_async_16(dst + i * step * Columns, ok ? from : src, ok);
+      const bool ok = i * step < left;
+      cp_async_16(dst + i * step * Columns, from, ok);  // what is not ok is not read
       from += (i64)step * stride;
     }
   } else {
@@ -81,10 +96,30 @@ enum class Kv { key, value };
 template <class T, int Columns, int Rows, int Threads, Kv kind, int Unroll>
 __device__ __forceinline__ void copy_pages(T *tile, const T *cache, i64 block_stride, int stride, int pages, int key0,
                                            int len, int page_shift, int num_blocks) {
-  constexpr int pieces = Columns / 8, total = Rows * pieces;
-  const int first = opaque(threadIdx.x), mask = (1 << page_shift) - 1;
+  constexpr int pieces = Columns / 8, total = Rows * pieces, step = Threads / pieces;
+  const int thread = opaque(threadIdx.x), mask = (1 << page_shift) - 1;
+  if constexpr (Threads % pieces == 0 && (step == 8 || step == 16)) {  // a thread stays in its column, a warp in a page
+    const int row = thread / pieces, left = len - key0 - row;
+    T *const dst = tile + RowTile<Columns>::at(row, thread % pieces);
+    const T *const column = cache + (i64)row * stride + thread % pieces * 8;
 #pragma unroll Unroll
-  for (int n = first; n < ceil_div(total, Threads) * Threads; n += Threads) {
+    for (int r = 0; r < Rows; r += 16) {
+      const int block = __shfl_sync(0xffffffffu, pages, r >> page_shift);
+      const T *from = column + block * block_stride + (i64)((key0 + r) & mask) * stride;
+#pragma unroll
+      for (int i = r; i < r + 16; i += step) {
+        const bool used = i < left, ok = used && (u32)block < (u32)num_blocks;
+        if (kind == Kv::key && used && !ok)
+          *reinterpret_cast<uint4 *>(dst + i * Columns) = make_uint4(0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu);
+        else
+          cp_async_16(dst + i * Columns, from, ok);
+        from += (i64)step * stride;
+      }
+    }
+    return;
+  }
+#pragma unroll Unroll
+  for (int n = thread; n < ceil_div(total, Threads) * Threads; n += Threads) {
     const int row = n / pieces, piece = n % pieces;
     const int block = __shfl_sync(0xffffffffu, pages, row >> page_shift);
     if (total % Threads != 0 && n >= total) continue;

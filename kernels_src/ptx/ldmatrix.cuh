@@ -48,3 +48,39 @@ __device__ __forceinline__ void ldmatrix_x2_trans(u32 (&r)[2], const void *row P
                : "memory");
 #endif
 }
+
+// A place in shared memory that is computed once; what is read at a constant distance from it needs no other register,
+// the distance is part of the instruction. (Left to the compiler, every read gets an address of its own.)
+#ifdef CUKERN_EMU
+typedef const unsigned char *SharedPlace;
+#else
+typedef u32 SharedPlace;
+#endif
+
+__device__ __forceinline__ SharedPlace shared_place(const void *p) {
+#ifdef CUKERN_EMU
+  return static_cast<SharedPlace>(p);
+#else
+  SharedPlace place = (u32)__cvta_generic_to_shared(p);
+  asm volatile("" : "+r"(place));
+  return place;
+#endif
+}
+
+// As ldmatrix_x4 (Trans: ldmatrix_x4_trans), `offset` bytes from a place.
+template <bool Trans> __device__ __forceinline__ void ldmatrix_x4_at(u32 (&r)[4], SharedPlace place, int offset PTX_SITE) {
+#ifdef CUKERN_EMU
+  emu_ldmatrix(r, 4, Trans, place + offset, PTX_HERE);
+#else
+  if constexpr (Trans)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(place + offset)
+                 : "memory");
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(place + offset)
+                 : "memory");
+#endif
+}

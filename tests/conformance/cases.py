@@ -55,6 +55,18 @@ __global__ void __launch_bounds__(32) ldmatrix_rows(const uint4 *data, const int
   for (int m = 0; m < Matrices; ++m) out[m * 32 + lane] = r[m];
 }
 
+// the same, each row 16 rows (256 bytes) behind the one that the lane names
+template <bool Trans>
+__global__ void __launch_bounds__(32) ldmatrix_distant_rows(const uint4 *data, const int *row, u32 *out) {
+  __shared__ uint4 rows[64];
+  const int lane = threadIdx.x;
+  rows[lane] = data[lane], rows[lane + 32] = data[lane + 32];
+  __syncthreads();
+  u32 r[4];
+  ldmatrix_x4_at<Trans>(r, shared_place(rows + row[lane]), 256);
+  for (int m = 0; m < 4; ++m) out[m * 32 + lane] = r[m];
+}
+
 // two groups in flight; the first is read while the second is pending; odd lanes of the second are not valid
 extern "C" __global__ void __launch_bounds__(32) cp_async_groups(const uint4 *data, const int *to, uint4 *out) {
   __shared__ uint4 first[32], second[32];
