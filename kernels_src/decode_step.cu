@@ -17,7 +17,7 @@
 // Numerics  the bits of every result are those of the operators called one after another (docs/numerics.md)
 // Template  T half | bf16; the model and the batch by macros, see decode/shape.cuh
 // PROFILE   every warp writes its clock at points of each layer (MARK) into `stamps` [gridDim.x, LAYERS + 1, MARKS, WARPS]
-// Measured: 55 % of 4.8 TB/s (Qwen3-0.6B, batch 1, context 127); H200, docs/performance.md
+// Measured: 55 % of 4.8 TB/s (Qwen3-0.6B, batch 1, context 127), 70 % (4B), 83 % (8B); H200, docs/performance.md
 #include "decode/merge.cuh"
 #include "ptx/grid_barrier.cuh"
 
@@ -126,9 +126,10 @@ __global__ void __launch_bounds__(THREADS, 1)
   u32 tag = (u32)state[1 + blockIdx.x] * LAYERS;  // of the layer before
   prepare<T>(shared, token_ids, positions, slots, tables, seq_lens, layers, head, embedding, rope, rope_length, max_blocks,
              page_shift);
-  WeightStream<T> stream(reinterpret_cast<T *>(shared) + (threadIdx.x >> 5) * RING_SLOTS * RING_ELEMENTS, plan);
+  WeightStream<T> stream(reinterpret_cast<T *>(shared) + stream_index() * RING_SLOTS * RING_ELEMENTS, plan);
   stream.start();
-  int unit = threadIdx.x >> 5;  // this warp's next unit, counted from the start of the next product
+  // This warp's next unit, counted from the start of the next product.
+  int unit = stream_index() >= 0 ? stream_index() : 0x3fffffff;
 
   GridBarrier barrier(state);
   auto sent = [&]() {
@@ -156,19 +157,22 @@ __global__ void __launch_bounds__(THREADS, 1)
   NormWeights norm;
   // Of what other blocks have sent, or of the tokens' embeddings where the layer is 0.
   auto norm_from = [&](auto product, int layer, const Link &link, int point) {
-    norm_rows<decltype(product)::value>(x, groups, norm, eps, [&](int row, int column, bool wanted) {
-      Vec<float, 4> v;
+    norm_rows<decltype(product)::value>(x, groups, norm, eps,
+                                        [&](Vec<float, 4>(&v)[NORM_STEPS], int row, int column, bool wanted) {
       if (layer > 0) {
-        v = link.receive_floats<HIDDEN>(row, column, wanted);
+        link.receive_floats<HIDDEN>(v, row, column, wanted);
       } else {
         const int id = rows[row].embedding;
-        const Vec<T, 4> e = load_vec<T, 4>(embedding + (i64)max(id, 0) * HIDDEN + column);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) v.v[j] = !wanted ? 0.f : id < 0 ? CUKERN_NAN : to_float(e.v[j]);
+        for (int step = 0; step < NORM_STEPS; ++step) {
+          const bool inside = column + step * 1024 < HIDDEN;
+          const Vec<T, 4> e = load_vec<T, 4>(embedding + (i64)max(id, 0) * HIDDEN + (inside ? column + step * 1024 : 0));
+#pragma unroll
+          for (int j = 0; j < 4; ++j) v[step].v[j] = !wanted || !inside ? 0.f : id < 0 ? CUKERN_NAN : to_float(e.v[j]);
+        }
       }
       MARK(plan, point);
       (void)point;
-      return v;
     });
   };
 

@@ -189,6 +189,28 @@ def test_two_segments_at_once(lengths: tuple[int, ...], tmp_path: Path) -> None:
         assert_same(scene, scene.stepped(17, 2, max_shared_mem=227 << 10), scene.expected(2))
 
 
+@pytest.mark.parametrize("shared_kb", [227, 80])
+@pytest.mark.parametrize("lengths", [(130,), (3, 70, 20)])
+def test_chains_of_several_chunks(lengths: tuple[int, ...], shared_kb: int, tmp_path: Path) -> None:
+    """Rows of a weight that are one segment and longer than a slot, on few streams with deep rings."""
+    config = replace(
+        model_of("hd128-fp16").config,
+        hidden_size=256,
+        intermediate_size=192,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_hidden_layers=3,
+        vocab_size=264,
+    )
+    model = Qwen3.from_pretrained(make_checkpoint(tmp_path, config, "float16", std=0.1), device="emulated")
+    scene = Scene(model, lengths, steps=2)
+    layout = plan_layout(model.config, len(lengths), 5, shared_kb << 10)
+    assert isinstance(layout, Layout)
+    assert (layout.streams, layout.ring_k) == (8, 128 if shared_kb == 227 else 64)
+    assert_same(scene, scene.stepped(5, 2, max_shared_mem=shared_kb << 10), scene.expected(2))
+
+
 @pytest.mark.parametrize("order", ["down", "random"])
 def test_consecutive_steps_and_thread_orders(order: str) -> None:
     """Four steps across a chunk border, each from what the one before has left."""
@@ -332,7 +354,10 @@ def test_models_that_are_refused(change: dict[str, int], reason: str) -> None:
 def test_published_models_fit_a_large_gpu() -> None:
     for name, config in QWEN3_SHAPES.items():
         for batch in (1, 2):
-            assert isinstance(plan_layout(config, batch, 132, 227 << 10), Layout), name
+            layout = plan_layout(config, batch, 132, 227 << 10)
+            assert isinstance(layout, Layout), name
+            assert layout.streams == (16 if name in ("0.6B", "1.7B") else 8)
+            assert batch > 1 or layout.streams * layout.slots * layout.ring_k * 16 >= 96 << 10
 
 
 @pytest.mark.slow
@@ -342,6 +367,7 @@ def test_published_models_fit_a_large_gpu() -> None:
         ("0.6B", 1, "sm_90a", 132, 227),
         ("0.6B", 2, "sm_90a", 132, 227),
         ("0.6B", 16, "sm_90a", 132, 227),
+        ("4B", 1, "sm_90a", 132, 227),
         ("8B", 1, "sm_90a", 132, 227),
         ("0.6B", 1, "sm_80", 108, 163),
     ],

@@ -30,9 +30,11 @@ _WARPS = 16
 _PROFILE_BYTES = 8 * _WARPS  # of struct Plan
 _THREADS = 32 * _WARPS
 _MERGE_BYTES = 35872  # sizeof(MergeMemory)
+_FEW_STREAMS = 8
 # In order of preference: (K of a ring's slot, fewest slots, whether values lie over x, teams).
 _RINGS = ((128, 3, False, 2), (128, 2, True, 2), (128, 2, True, 1), (64, 1, True, 1))
-_MOST_SLOTS, _MOST_DIRECT_SLOTS = 8, 4  # see PAIRS of kernels_src/decode/shape.cuh
+_DEEP_RINGS = ((128, 7, False, 2), (128, 4, True, 2), (128, 4, True, 1), (64, 2, True, 1))
+_MOST_SLOTS, _MOST_DIRECT_SLOTS, _MOST_DEEP_SLOTS = 8, 4, 16  # direct: see PAIRS of kernels_src/decode/shape.cuh
 _MOST_DIRECT_ROWS = 2
 _PART_PADDING = 8  # PART_WORDS of kernels_src/decode/shape.cuh
 
@@ -47,8 +49,10 @@ class Layout:
         Sequences the kernel computes: the batch rounded up to 1, 2, 4, 8 or 16.
     blocks : int
         Thread blocks of the launch.
+    streams : int
+        Warps of a block that multiply, each with a ring of weights.
     ring_k, slots : int
-        K of a slot (8 rows of a weight), and slots in each warp's ring.
+        K of a slot (8 rows of a weight), and slots in each ring.
     partials : int
         Most K-segment sums that a block holds at a time.
     owned : int
@@ -65,6 +69,7 @@ class Layout:
 
     rows: int
     blocks: int
+    streams: int
     ring_k: int
     slots: int
     partials: int
@@ -118,18 +123,27 @@ def plan_layout(config: Qwen3Config, batch: int, blocks: int, max_shared_mem: in
     if c.vocab_size % 8:
         return f"vocab_size {c.vocab_size} is no multiple of 8"
     rows = next(r for r in (1, 2, 4, 8, 16) if r >= batch)
-    partials = 1
+    partials, fewest_chains = 1, _WARPS
     for n, k in _products(c).values():
         segments = -(-k // segment_length(n, k))
         if segments > 1:
             partials = max(partials, segments * -(-(n // 8) // blocks))
+        else:
+            fewest_chains = min(fewest_chains, n // 8 // blocks)
     owned = -(-(c.hidden_size // 8) // blocks)
     direct = rows <= _MOST_DIRECT_ROWS
-    for ring_k, fewest, overlay, teams in _RINGS:
-        fixed, slot = _fixed_bytes(c, rows, partials, owned, overlay, teams), _WARPS * 16 * ring_k
-        slots = min((max_shared_mem - fixed) // slot, _MOST_DIRECT_SLOTS if direct else _MOST_SLOTS)
+    # Rows of a weight that are one chain of products each keep as many streams busy as a block has of them: with few of
+    # them, what is under way to a block is what their rings hold.
+    few = fewest_chains < _FEW_STREAMS
+    streams, rings = (_FEW_STREAMS, _DEEP_RINGS) if few else (_WARPS, _RINGS)
+    most = _MOST_DEEP_SLOTS if few else _MOST_DIRECT_SLOTS if direct else _MOST_SLOTS
+    for ring_k, fewest, overlay, teams in rings:
+        fixed, slot = _fixed_bytes(c, rows, partials, owned, overlay, teams), streams * 16 * ring_k
+        slots = min((max_shared_mem - fixed) // slot, most)
         if slots >= fewest:
-            return Layout(rows, blocks, ring_k, slots, partials, owned, direct, teams, overlay, fixed + slots * slot)
+            return Layout(
+                rows, blocks, streams, ring_k, slots, partials, owned, direct, teams, overlay, fixed + slots * slot
+            )
     need = fixed + fewest * slot
     return f"a batch of {batch}: it takes {need} bytes of shared memory a block, there are {max_shared_mem}"
 
@@ -393,6 +407,7 @@ def kernel_defines(config: Qwen3Config, layout: Layout, profile: bool = False) -
         "ATTENTION_TILE": ATTN_TILE,
         "ROWS": layout.rows,
         "BLOCKS": layout.blocks,
+        "STREAMS": layout.streams,
         "RING_K": layout.ring_k,
         "RING_SLOTS": layout.slots,
         "PARTIALS": layout.partials,

@@ -1,6 +1,6 @@
 // A product of the rows in shared memory with this block's tiles of a weight, and what is done with the sums.
 // Order of every sum: the numerics contract, item 1; mma's A operand is x (rows padded to 16), its B operand 8 rows of
-// the weight; with PAIRS (decode/shape.cuh) the other way round.
+// the weight; with PAIRS (decode/shape.cuh) and in long chains (Halves) the other way round.
 // Test: tests/test_decode_step.py
 #pragma once
 #include "common/swiglu.cuh"
@@ -83,6 +83,24 @@ struct __align__(16) Link {
       return load_vec<T, 8>(reinterpret_cast<const T *>(words) + (i64)row * N + column);
     }
   }
+  // With DIRECT: the pieces of eight `begin`, begin + THREADS, ... of all rows together, as far as there are any.
+  template <int N, class T, int Pieces>
+  __device__ __forceinline__ void receive8(Vec<T, 8> (&to)[Pieces], int begin) const {
+    const u64 *even[Pieces], *odd[Pieces];
+    u32 v[Pieces][4], mask = 0;
+#pragma unroll
+    for (int n = 0; n < Pieces; ++n) {
+      const int i = begin + n * THREADS;
+      const bool inside = n == 0 || i < ROWS * (N / 8);
+      even[n] = pair_of_words<N / 2>((inside ? i : 0) / (N / 8), (inside ? i : 0) % (N / 8) * 2);
+      odd[n] = even[n] + N / 4;
+      if (inside) mask |= 1u << n;
+    }
+    receive_words<Pieces>(v, reinterpret_cast<const u64 *const(&)[Pieces]>(even),
+                          reinterpret_cast<const u64 *const(&)[Pieces]>(odd), mask, tag);
+#pragma unroll
+    for (int n = 0; n < Pieces; ++n) to[n] = as_vec<T>(v[n]);
+  }
   // Eight at `column` and eight at `other`.
   template <int N, class T>
   __device__ __forceinline__ void receive16(Vec<T, 8> &a, Vec<T, 8> &b, int row, int column, int other) const {
@@ -98,14 +116,32 @@ struct __align__(16) Link {
       b = receive8<N, T>(row, other);
     }
   }
-  // Called by whole warps; zeros where nothing is wanted.
-  template <int N> __device__ __forceinline__ Vec<float, 4> receive_floats(int row, int column, bool wanted) const {
+  // Four floats at `column` and at every 1,024 columns behind it, all of them asked for at once. Called by
+  // whole warps; zeros where nothing is wanted.
+  template <int N, int Steps>
+  __device__ __forceinline__ void receive_floats(Vec<float, 4> (&to)[Steps], int row, int column, bool wanted) const {
     if constexpr (DIRECT) {
-      u32 v[4];
-      receive<N, HIDDEN % 1024 == 0>(v, row, column, wanted);
-      return Vec<float, 4>{__uint_as_float(v[0]), __uint_as_float(v[1]), __uint_as_float(v[2]), __uint_as_float(v[3])};
+      const u64 *even[Steps], *odd[Steps];
+      u32 v[Steps][4], mask = 0;
+#pragma unroll
+      for (int step = 0; step < Steps; ++step) {
+        const bool inside = N % 1024 == 0 || column + step * 1024 < N;
+        even[step] = pair_of_words<N>(row, (inside ? column + step * 1024 : 0) / 2);
+        odd[step] = even[step] + N / 2;
+        if (wanted && inside) mask |= 1u << step;
+      }
+      receive_words<Steps, N % 128 == 0>(v, reinterpret_cast<const u64 *const(&)[Steps]>(even),
+                                         reinterpret_cast<const u64 *const(&)[Steps]>(odd), mask, tag);
+#pragma unroll
+      for (int step = 0; step < Steps; ++step)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) to[step].v[j] = __uint_as_float(v[step][j]);
     } else {
-      return wanted ? load_vec<float, 4>(reinterpret_cast<const float *>(words) + (i64)row * N + column) : Vec<float, 4>{};
+#pragma unroll
+      for (int step = 0; step < Steps; ++step)
+        to[step] = wanted && column + step * 1024 < N
+                       ? load_vec<float, 4>(reinterpret_cast<const float *>(words) + (i64)row * N + column + step * 1024)
+                       : Vec<float, 4>{};
     }
   }
 };
@@ -194,6 +230,37 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[4], const u32 (&w)[R
   }
 }
 
+// The same for the mma's other order, the weight as A and up to 8 rows of x as B, a chunk at a time in two halves: one half is
+// multiplied while the other is read. The 8 rows of the weight are there twice, and half of the sums are of no use; but all
+// registers of A come from one ldmatrix, while x as A needs four moves a step.
+template <class T> struct Halves {
+  static constexpr int Steps = RING_K / 32;  // of a half
+  u32 w[2][Steps][4], x[2][Steps / 2][4];
+  const T *lane_row;  // of x, for ldmatrix at column 0
+  int at;             // tile_offset of this lane's piece of the weight in the first step
+
+  __device__ __forceinline__ Halves(const T *rows, int pitch) {
+    const int lane = this_thread() & 31, row = lane & 7;
+    lane_row = rows + (row < ROWS ? row : 0) * pitch + (lane >> 3) * 8;
+    at = row * RING_K + (((lane >> 4) ^ row) << 3);
+  }
+  __device__ __forceinline__ void load_w(int half, const T *slot) {
+#pragma unroll
+    for (int i = 0; i < Steps; ++i) {
+      const int piece = 2 * (half * Steps + i);
+      ldmatrix_x4(w[half][i], slot + (at ^ ((piece & 6) << 3)) + (piece & 8) * 8);
+    }
+  }
+  __device__ __forceinline__ void load_x(int half, int k) {
+#pragma unroll
+    for (int i = 0; i < Steps / 2; ++i) ldmatrix_x4(x[half][i], lane_row + k + (half * Steps + 2 * i) * 16);
+  }
+  __device__ __forceinline__ void multiply(float (&acc)[4], int half) const {
+#pragma unroll
+    for (int i = 0; i < Steps; ++i) mma_m16n8k16<T>(acc, w[half][i], x[half][i / 2][i % 2 * 2], x[half][i / 2][i % 2 * 2 + 1]);
+  }
+};
+
 // A unit of a paired product: its weights as A operands, read from the ring before x is there.
 template <class T> struct Ahead {
   static constexpr int Steps = PAIR_SEGMENT / 16;
@@ -254,6 +321,8 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
   const int self = this_thread();
   const int lane = self & 31, g = lane >> 2, t = lane & 3, row8 = lane & 7, quarter8 = lane >> 3;
   const int first = stream.plan.first[P], units = stream.plan.units[P];
+  // A unit of many chunks is one chain of products: the next chunk is read and more weights are asked for beside it.
+  constexpr bool Chain = Segments == 1 && WholeChunks && K > RING_K && ROWS <= 8;
   const Fragments<T> fragments(x, zeros, x_pitch(K), lane);
   auto load_weights = [&](u32(&w)[RING_K / 32][4], const T *chunk) {
 #pragma unroll
@@ -275,7 +344,7 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
       unit += WARPS;
     }
   }
-  for (; !paired(P) && unit < units; unit += WARPS) {
+  for (; !paired(P) && unit < units; unit += STREAMS) {
     const int tile = unit / Segments, k0 = unit % Segments * Segment, end = min(k0 + Segment, K);
     float acc[4] = {0.f, 0.f, 0.f, 0.f};
     if constexpr (Twos) {
@@ -292,6 +361,36 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
       multiply_chunk(acc, w[0], fragments, k0);
       multiply_chunk(acc, w[1], fragments, k0 + RING_K);
       owed += 2;
+    } else if constexpr (Chain) {
+      Halves<T> halves(x, x_pitch(K));
+      const T *slot = stream.front();
+      if (first_unit) MARK(stream.plan, Mark);
+      halves.load_w(0, slot);
+      halves.load_x(0, 0);
+      int k = 0;
+#pragma unroll 1
+      while (k + RING_K < K) {
+        stream.find();
+        // As long as both the unit that is fetched and the one that is multiplied last: a loop without a branch.
+        const int stop = stream.k_left > 0 ? min(K, k + RING_K + ceil_div(stream.k_left, RING_K) * RING_K) : K;
+#pragma unroll 1
+        for (; k + RING_K < stop; k += RING_K) {
+          halves.load_w(1, slot);
+          stream.in_order();
+          stream.copy();
+          halves.multiply(acc, 0);
+          slot = stream.next_front();
+          halves.load_x(1, k);  // here, or the compiler lays all products before the wait and what is read next behind them
+          halves.load_w(0, slot);
+          halves.load_x(0, k + RING_K);
+          halves.multiply(acc, 1);
+        }
+      }
+      halves.load_w(1, slot);
+      halves.load_x(1, k);
+      stream.fill(1);
+      halves.multiply(acc, 0);
+      halves.multiply(acc, 1);
     } else {
 #pragma unroll 1
       for (int k = k0; k < end; k += RING_K) {
@@ -320,6 +419,16 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
       for (int h = 0; h < (ROWS > 8 ? 2 : 1); ++h)
         if (g + 8 * h < ROWS)
           store_vec(partial + (unit * ROWS + g + 8 * h) * 8 + 2 * t, Vec<float, 2>{acc[2 * h], acc[2 * h + 1]});
+    } else if constexpr (Chain) {  // neighbouring columns are in neighbouring lanes: one takes the even row, one the odd row
+      const float other = __shfl_xor_sync(0xffffffffu, g % 2 ? acc[0] : acc[1], 4);
+      const float a = g % 2 ? other : acc[0], b = g % 2 ? acc[1] : other;
+      const int row = 2 * t + g % 2, column = g & ~1;
+      if constexpr (P == GATE_UP) {
+        const float up_a = __shfl_xor_sync(0xffffffffu, a, 16), up_b = __shfl_xor_sync(0xffffffffu, b, 16);
+        if (g < 4 && row < ROWS) out.store(a, b, up_a, up_b, row, (first + tile) * 4 + column);
+      } else if (row < ROWS) {
+        out.store(a, b, row, (first + tile) * 8 + column);
+      }
     } else {
 #pragma unroll
       for (int h = 0; h < (ROWS > 8 ? 2 : 1); ++h) {

@@ -8,7 +8,7 @@ constexpr int NORM_STEPS = ceil_div(HIDDEN, 1024);
 
 // This thread's norm weights. Those of one step are loaded before the rows are there; more would take too many registers.
 struct NormWeights {
-  static constexpr bool Early = NORM_STEPS == 1;
+  static constexpr bool Early = NORM_STEPS == 1 || !PAIRS;
   const float *weight;
   Vec<float, 4> v[NORM_STEPS];
 
@@ -26,11 +26,12 @@ struct NormWeights {
 };
 
 // RMSNorm of all rows into x, in the order of rms_norm.cu (docs/numerics.md, item 3): the 256 threads of half a block are the
-// virtual lanes of a row. `read(row, column)` gives four elements of the residual stream. Ends with a block barrier.
+// virtual lanes of a row. `read(v, row, column, wanted)` gives four elements of the residual stream at `column` and at every
+// 1,024 behind it, zeros behind the end. Ends with a block barrier.
 template <int P, class T, class Read>
 __device__ __forceinline__ void norm_rows(T *x, float *groups, NormWeights &weights, float eps, const Read &read) {
   constexpr int Turns = ceil_div(ROWS, 2);                     // rows of a half
-  constexpr bool Held = Turns * NORM_STEPS <= 2;               // else they are read again
+  constexpr bool Held = Turns * NORM_STEPS <= (PAIRS ? 2 : 5);  // else they are read again
   const int self = this_thread(), half = self >> 8, lane = self & 255;
   Vec<float, 4> held[Held ? Turns : 1][NORM_STEPS];
 #pragma unroll
@@ -39,15 +40,7 @@ __device__ __forceinline__ void norm_rows(T *x, float *groups, NormWeights &weig
     Vec<float, 4>(&v)[NORM_STEPS] = held[Held ? turn : 0];
     const bool used = ROWS % 2 == 0 || row < ROWS;
     float sum = 0.f;
-#pragma unroll
-    for (int step = 0; step < NORM_STEPS; ++step) {
-      const int column = step * 1024 + lane * 4;
-      v[step] = Vec<float, 4>{};
-      if (HIDDEN % 1024 == 0)  // whole warps, which the compiler need not know to be of one mind
-        v[step] = read(used ? row : 0, column, used);
-      else if (used && column < HIDDEN)
-        v[step] = read(row, column, true);
-    }
+    read(v, used ? row : 0, lane * 4, used);
 #pragma unroll
     for (int step = 0; step < NORM_STEPS; ++step)
 #pragma unroll
@@ -66,11 +59,11 @@ __device__ __forceinline__ void norm_rows(T *x, float *groups, NormWeights &weig
 #pragma unroll
       for (int group = 0; group < 8; ++group) total += groups[row * 8 + group];
       const float scale = __fdiv_rn(1.f, __fsqrt_rn(__fdiv_rn(total, (float)HIDDEN) + eps));
+      if (!Held) read(v, row, lane * 4, true);
 #pragma unroll
       for (int step = 0; step < NORM_STEPS; ++step) {
         const int column = step * 1024 + lane * 4;
         if (column < HIDDEN) {
-          if (!Held) v[step] = read(row, column, true);
           float y[4];
 #pragma unroll
           for (int j = 0; j < 4; ++j) y[j] = weights.v[step].v[j] * (v[step].v[j] * scale);
@@ -84,10 +77,24 @@ __device__ __forceinline__ void norm_rows(T *x, float *groups, NormWeights &weig
 
 // T [ROWS, K] from other blocks into x of a product. The caller's block barrier follows.
 template <int P, class T> __device__ __forceinline__ void load_rows(T *x, const Link &from) {
-  constexpr int K = product_k(P), Pieces = K / 8;
-#pragma unroll DIRECT ? 1 : 4
-  for (int i = this_thread(); i < ROWS * Pieces; i += THREADS) {
-    const int row = i / Pieces, piece = i % Pieces;
-    store_vec(x + x_piece<P>(row, piece), from.receive8<K, T>(row, piece * 8));
+  constexpr int K = product_k(P), Pieces = K / 8, Turns = ceil_div(ROWS * Pieces, THREADS);
+  if constexpr (DIRECT) {
+    constexpr int AtOnce = paired(P) ? 1 : Turns < 4 ? Turns : 4;
+#pragma unroll 1
+    for (int begin = this_thread(); begin < ROWS * Pieces; begin += AtOnce * THREADS) {
+      Vec<T, 8> v[AtOnce];
+      from.receive8<K, T>(v, begin);
+#pragma unroll
+      for (int n = 0; n < AtOnce; ++n) {
+        const int i = begin + n * THREADS;
+        if (AtOnce == 1 || i < ROWS * Pieces) store_vec(x + x_piece<P>(i / Pieces, i % Pieces), v[n]);
+      }
+    }
+  } else {
+#pragma unroll 4
+    for (int i = this_thread(); i < ROWS * Pieces; i += THREADS) {
+      const int row = i / Pieces, piece = i % Pieces;
+      store_vec(x + x_piece<P>(row, piece), load_vec<T, 8>(reinterpret_cast<const T *>(from.words) + (i64)row * K + piece * 8));
+    }
   }
 }

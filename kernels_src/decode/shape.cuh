@@ -2,7 +2,9 @@
 // what follows from them: the products of a step, how they are dealt to blocks and warps, and the shared memory.
 //   MODEL_*        sizes; SEGMENT_*: K segments of the five weights (numerics contract; a multiple of 128, or all of K)
 //   ROWS           sequences, 1 to 16
-//   RING_K         128 or 64: a slot of a warp's ring is 8 rows x RING_K; RING_SLOTS: slots of a ring
+//   STREAMS        warps of a block that multiply, the last ones; each has a ring of weights (few and deep ones where a product
+//                  has few units a block)
+//   RING_K         128 or 64: a slot of a ring is 8 rows x RING_K; RING_SLOTS: slots of a ring
 //   PARTIALS       most K-segment sums of a block at a time; OWNED: most tiles of the residual stream that a block owns
 //   OVERLAY        see Shared; SHARED_BYTES: of a block; PROFILE: clock readings, see MARK
 //   BLOCKS         gridDim.x; ATTENTION_TEAMS: 1 or 2, see decode/attention.cuh
@@ -33,8 +35,10 @@ __device__ constexpr int product_segments(int p) { return ceil_div(product_k(p),
 
 // A tile is 8 rows of the weight; of GATE_UP, 4 rows of gate and the 4 rows of up that belong to them. A block owns a
 // contiguous range of tiles. A unit is one segment of one tile, or with PAIRS two: unit u of a product is part u % units of the
-// block's tile u / units. The units of all phases, one after another, go to warps 0, 1, ... 15, 0, ... in turn.
+// block's tile u / units. The units of all phases, one after another, go to streams 0, 1, ... STREAMS - 1, 0, ... in turn.
 __device__ constexpr int product_tiles(int p) { return product_n(p) / 8; }
+// The stream of this warp; negative where it has none.
+__device__ __forceinline__ int stream_index() { return (int)(threadIdx.x >> 5) - (WARPS - STREAMS); }
 
 // Two neighbouring segments are multiplied at once: rows of the mma's A are 8 rows of the weight in the first and in the second
 // segment, columns of B the rows of x in the first and in the second; half of the sums are of use. Where the batch is small, a
@@ -44,8 +48,8 @@ __device__ constexpr bool can_pair(int p) {
   return product_segment(p) == PAIR_SEGMENT && product_k(p) % (2 * PAIR_SEGMENT) == 0 &&
          ceil_div(product_tiles(p), BLOCKS) * (product_k(p) / (2 * PAIR_SEGMENT)) <= WARPS;
 }
-constexpr bool PAIRS = DIRECT && RING_K * PAIR_CHUNKS == 2 * PAIR_SEGMENT && RING_SLOTS == PAIR_CHUNKS && can_pair(QKV) &&
-                       can_pair(O) && can_pair(GATE_UP) && can_pair(DOWN);
+constexpr bool PAIRS = DIRECT && STREAMS == WARPS && RING_K * PAIR_CHUNKS == 2 * PAIR_SEGMENT &&
+                       RING_SLOTS == PAIR_CHUNKS && can_pair(QKV) && can_pair(O) && can_pair(GATE_UP) && can_pair(DOWN);
 __device__ constexpr bool paired(int p) { return PAIRS && p != HEAD; }
 __device__ constexpr int unit_k(int p) { return paired(p) ? 2 * PAIR_SEGMENT : product_segment(p); }
 __device__ constexpr int product_units(int p) { return ceil_div(product_k(p), unit_k(p)); }  // of a tile
@@ -55,6 +59,7 @@ static_assert(GROUP * KV_HEADS == HEADS && GROUP <= 16, "query heads of a key/va
 static_assert(HEAD_DIM % 16 == 0 && HEAD_DIM <= 128, "a chunk of keys and values fits shared memory");
 static_assert(HIDDEN % 16 == 0 && Q_SIZE % 16 == 0 && INTERMEDIATE % 16 == 0 && VOCAB % 8 == 0, "whole k-steps and tiles");
 static_assert(ROWS >= 1 && ROWS <= 16, "rows of one mma tile");
+static_assert(STREAMS >= 1 && STREAMS <= WARPS, "streams are warps");
 
 // ---- attention
 constexpr int PART_WORDS = HEAD_DIM + 8;  // with DIRECT, a chunk of a head: accumulators, m, l of four lanes, unused
@@ -117,7 +122,7 @@ struct TeamShared {  // of attention
 // Byte offsets. With OVERLAY the values lie over x, and are fetched only when the product before is done.
 struct Shared {
   static constexpr int ring = 0;
-  static constexpr int zeros = ring + WARPS * RING_SLOTS * RING_ELEMENTS * 2;
+  static constexpr int zeros = ring + STREAMS * RING_SLOTS * RING_ELEMENTS * 2;
   static constexpr int x = zeros + 16;
   static constexpr int kv = OVERLAY ? x : x + X_BYTES;
   static constexpr int teams = OVERLAY ? x + larger(X_BYTES, KV_BYTES) : kv + KV_BYTES;

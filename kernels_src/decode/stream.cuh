@@ -1,11 +1,12 @@
-// The stream of weights: every warp owns a ring of slots in shared memory and fills it ahead of use, across products, barriers
-// and layers, because weights do not change during a step. A slot is 8 rows x 128 k of a unit (see Product), swizzled for
-// ldmatrix; one cp.async group each. A slot is refilled as soon as it is read, or with PAIRS (decode/shape.cuh) when its memory
-// traffic disturbs least, see refill.
+// Streams of weights: each of the warps that multiply owns a ring of slots in shared memory and fills it ahead of use, across
+// products, barriers and layers, because weights do not change during a step. A slot is 8 rows x 128 k of a unit (see Product),
+// swizzled for ldmatrix; one cp.async group each. A slot is refilled as soon as it is read, or with PAIRS (decode/shape.cuh)
+// when its memory traffic disturbs least, see refill.
 // Test: tests/test_decode_step.py
 #pragma once
 #include "common/linear_tile.cuh"
 #include "decode/shape.cuh"
+#include "ptx/ldmatrix.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/pause.cuh"
 
@@ -35,8 +36,8 @@ template <class T> struct WeightStream {
   int due;                 // with PAIRS: when this warp's empty ring is filled again
 
   __device__ __forceinline__ WeightStream(T *ring, const Plan &plan)
-      : ring(ring), plan(plan), slot(0), issued(0), phase(0), unit((int)(threadIdx.x >> 5) - WARPS), k_left(0),
-        due(NOT_DUE) {}
+      : ring(ring), plan(plan), slot(0), issued(0), phase(0), unit(stream_index() - STREAMS), k_left(0), source(nullptr),
+        row_step(0), due(NOT_DUE) {}
 
   template <int P> __device__ __forceinline__ void enter_unit() {
     constexpr int K = product_k(P), Units = product_units(P), Length = unit_k(P);
@@ -54,7 +55,7 @@ template <class T> struct WeightStream {
   }
 
   __device__ __forceinline__ void next_unit() {
-    unit += WARPS;
+    unit += STREAMS;
     for (; phase < PHASES; ++phase) {
       const int units = plan.units[phase == PHASES - 1 ? (int)HEAD : phase & 3];
       if (unit < units) break;
@@ -70,22 +71,27 @@ template <class T> struct WeightStream {
     }
   }
 
-  // Fills the slot that was read last.
+  // Fills the slot that was read first and not filled again.
   __device__ __forceinline__ void fill() {
+    find();
+    copy();
+  }
+  __device__ __forceinline__ void find() {
     if (k_left <= 0) next_unit();
-    if (k_left > 0) {
-      const int lane = threadIdx.x & 31, row = lane / Pieces, piece = lane % Pieces;
-      const bool valid = piece * 8 < k_left;
-      T *const target = ring + slot * RING_ELEMENTS;
-      // From the gates' to the ups' rows; a product of that name is the only one with this remainder.
-      const int up_offset = (phase & 3) == GATE_UP ? (INTERMEDIATE - 4) * HIDDEN : 0;
+  }
+  // What find() has found, if anything; without a branch, so that the compiler can lay it between products.
+  __device__ __forceinline__ void copy() {
+    const int lane = threadIdx.x & 31, row = lane / Pieces, piece = lane % Pieces;
+    const bool valid = piece * 8 < k_left;
+    T *const target = ring + slot * RING_ELEMENTS;
+    // From the gates' to the ups' rows; a product of that name is the only one with this remainder.
+    const int up_offset = (phase & 3) == GATE_UP ? (INTERMEDIATE - 4) * HIDDEN : 0;
 #pragma unroll
-      for (int i = 0; i < Copies; ++i)
-        cp_async_16(target + tile_offset<RING_K>(row + Rows * i, piece),
-                    source + (i * row_step + (i < Copies / 2 ? 0 : up_offset)), valid);
-      source += RING_K;
-      k_left -= RING_K;
-    }
+    for (int i = 0; i < Copies; ++i)
+      cp_async_16(target + tile_offset<RING_K>(row + Rows * i, piece),
+                  source + (i * row_step + (i < Copies / 2 ? 0 : up_offset)), valid);
+    source += RING_K;
+    k_left -= RING_K;
     cp_async_commit();
     if (RING_SLOTS > 1) ++issued;  // else whoever waits for values waits for everything
     slot = slot + 1 == RING_SLOTS ? 0 : slot + 1;
@@ -141,7 +147,7 @@ template <class T> struct WeightStream {
   }
 
   __device__ __forceinline__ void start() {
-    fill(RING_SLOTS);
+    if (stream_index() >= 0) fill(RING_SLOTS);
   }
 
   // Of slots that every lane has read.
@@ -166,15 +172,31 @@ template <class T> struct WeightStream {
   }
   // The oldest slot, readable by the whole warp; then fill().
   __device__ __forceinline__ const T *front() {
-    cp_async_wait<RING_SLOTS - 1>();
+    const T *const chunk = next_front();
     __syncwarp();
+    return chunk;
+  }
+  // The same for ldmatrix alone, in a loop that the warp runs through together.
+  __device__ __forceinline__ const T *next_front() {
+    cp_async_wait<RING_SLOTS - 1>();
+    in_order();
     return ring + slot * RING_ELEMENTS;
+  }
+  // Between the ldmatrix reads of a warp that does not diverge and its copies before or behind them: a GPU executes ldmatrix,
+  // and the wait for copies, once for all lanes and in order. __syncwarp() would say the same, but the compiler then waits
+  // there for all that is under way. Where threads are emulated one by one it is a barrier.
+  __device__ __forceinline__ static void in_order() {
+#ifdef CUKERN_EMU
+    __syncwarp();
+#endif
   }
 };
 
 // Waits for a group that this thread committed before the last `later` fills.
 __device__ __forceinline__ void wait_behind(int later) {
-  if (later >= 4)
+  if (RING_SLOTS > 4 && later >= RING_SLOTS)
+    cp_async_wait<RING_SLOTS>();
+  else if (later >= 4)
     cp_async_wait<4>();
   else if (later >= 2)
     cp_async_wait<2>();
