@@ -221,15 +221,16 @@ def test_paged(backend: Any, rng: np.random.Generator, block_size: int, dtype: A
     assert_close("attention", out, reference(*wide(q, cache.k_cache, cache.v_cache), **index))
 
 
-@pytest.mark.parametrize("d", [64, 192])
-def test_paged_head_dim(backend: Any, rng: np.random.Generator, d: int) -> None:
-    cache = random_pages(rng, [90, 200], 1, d, 16, np.float16)
+@pytest.mark.parametrize(("d", "block_size"), [(64, 16), (96, 16), (192, 16), (96, 256)])
+def test_paged_head_dim(backend: Any, rng: np.random.Generator, d: int, block_size: int) -> None:
+    """Block 0 is nobody's and holds NaN: a copy past the end of a sequence that is not left out would read it."""
+    cache = random_pages(rng, [90, 200], 1, d, block_size, np.float16)
+    k, v = (np.concatenate([np.full_like(a[:1], np.nan), a]) for a in (cache.k_cache, cache.v_cache))
+    tables = np.where(cache.tables == UNUSED, UNUSED, cache.tables + 1).astype(np.int32)
     q = normal(rng, (100, 2, d), np.float16)
-    index = {"cu_seqlens_q": starts([80, 20]), "block_tables": cache.tables, "seq_lens": cache.seq_lens}
-    out = attention_prefill(
-        *map(backend.put, (q, cache.k_cache, cache.v_cache)), **{x: backend.put(a) for x, a in index.items()}
-    )
-    assert_close("attention", out, reference(*wide(q, cache.k_cache, cache.v_cache), **index))
+    index = {"cu_seqlens_q": starts([80, 20]), "block_tables": tables, "seq_lens": cache.seq_lens}
+    out = attention_prefill(*map(backend.put, (q, k, v)), **{x: backend.put(a) for x, a in index.items()})
+    assert_close("attention", out, reference(*wide(q, k, v), **index))
 
 
 def test_block_id_outside_the_cache_gives_nan(backend: Any, rng: np.random.Generator) -> None:
