@@ -6,7 +6,8 @@
 //           2 head norms, rotation, cache write, attention by chunks     5 down product, added to the residual
 //           3 output product, added to the residual
 //           then the last norm and the head. Results reach the other blocks as tagged words, or (DIRECT 0: many rows) with a
-//           barrier after each; a sequence of many chunks takes one more exchange behind 2, see decode/merge.cuh.
+//           barrier after each; a sequence of many chunks takes one more exchange behind 2, see decode/merge.cuh. Attention is
+//           the work of teams of warps, or where there is more of it of single warps (decode/warp_attention.cuh).
 // Layouts   as the operators have them: weights [N, K], caches [L, blocks, Hkv, page, D], tables [ROWS, max_blocks];
 //           partial results of attention as in attention_decode.cu, logits float [ROWS, V]. What goes from block to block
 //           (see Link): qkv T [ROWS, (Hq + 2 Hkv) D], attended T [ROWS, Hq D], gated T [ROWS, I], the residual stream behind
@@ -19,6 +20,7 @@
 // PROFILE   every warp writes its clock at points of each layer (MARK) into `stamps` [gridDim.x, LAYERS + 1, MARKS, WARPS]
 // Measured: 55 % of 4.8 TB/s (Qwen3-0.6B, batch 1, context 127), 70 % (4B), 83 % (8B); H200, docs/performance.md
 #include "decode/merge.cuh"
+#include "decode/warp_attention.cuh"
 #include "ptx/grid_barrier.cuh"
 
 #if PROFILE
@@ -48,7 +50,7 @@ template <class T>
 __device__ __forceinline__ void prepare(unsigned char *shared, const int *token_ids, const int *positions, const i64 *slots,
                                         const int *tables, const int *seq_lens, const LayerPointers *layers, const T *head,
                                         const T *embedding, const float *rope, i64 rope_length, int max_blocks,
-                                        int page_shift) {
+                                        int page_shift, int num_blocks) {
   RowState *const rows = reinterpret_cast<RowState *>(shared + Shared::rows);
   Plan &plan = *reinterpret_cast<Plan *>(shared + Shared::plan);
   float *const rotations = reinterpret_cast<float *>(shared + Shared::rotations);
@@ -72,8 +74,9 @@ __device__ __forceinline__ void prepare(unsigned char *shared, const int *token_
     row.position_inside = table_row(positions[thread], rope_length, position);
     const int last = row.length - 1;
     row.slot_of_last =
-        last >= 0 && row.slot >= 0 &&
-        row.slot == ((i64)tables[(i64)thread * max_blocks + (last >> page_shift)] << page_shift) + (last & ((1 << page_shift) - 1));
+        last >= 0 && row.slot >= 0 && row.slot < (i64)num_blocks << page_shift &&
+        row.slot == ((i64)tables[(i64)thread * max_blocks + (last >> page_shift)] << page_shift) +
+                        (last & ((1 << page_shift) - 1));
     rows[thread] = row;
   }
   for (int i = thread; i < ROWS * HEAD_DIM; i += THREADS) {
@@ -125,7 +128,7 @@ __global__ void __launch_bounds__(THREADS, 1)
 
   u32 tag = (u32)state[1 + blockIdx.x] * LAYERS;  // of the layer before
   prepare<T>(shared, token_ids, positions, slots, tables, seq_lens, layers, head, embedding, rope, rope_length, max_blocks,
-             page_shift);
+             page_shift, num_blocks);
   WeightStream<T> stream(reinterpret_cast<T *>(shared) + stream_index() * RING_SLOTS * RING_ELEMENTS, plan);
   stream.start();
   // This warp's next unit, counted from the start of the next product.
@@ -146,8 +149,10 @@ __global__ void __launch_bounds__(THREADS, 1)
                          part_words, Link{attended, 0}, Link{qkv, 0}, plan};
   attention.choose();
   const i64 cache_layer = ((i64)num_blocks * KV_HEADS << page_shift) * HEAD_DIM;
+  auto layer_cache = [&](int layer) { return LayerCache<T>{k_cache, v_cache, layer, num_blocks, page_shift}; };
   auto fetch_first_item = [&](int layer) {
     stream.issued = 0;
+    if (attention.alone) return WarpAttention<T>(attention).start(layer_cache(layer));
     if (attention.item_count() == 0) return cp_async_commit();
     const Item item = attention.first();
     const int first_pages = attention.first_pages();
@@ -198,9 +203,18 @@ __global__ void __launch_bounds__(THREADS, 1)
     if (OVERLAY) fetch_first_item(layer);
 
     // ---- 2: attention
-    const int item_count = attention.item_count();
-    if (PAIRS) stream.fill_with_heads(item_count > 0);
-    if (item_count > 0) {
+    const int item_count = attention.alone ? 0 : attention.item_count();
+    if (PAIRS) stream.fill_with_heads(item_count > 0 || attention.alone);
+    if (attention.alone) {
+      const int self = this_thread();
+      const float *const norms = reinterpret_cast<const float *>(self < HEAD_DIM ? w.q_norm : w.k_norm);
+      const float head_norm = self < 2 * HEAD_DIM ? norms[self % HEAD_DIM] : 0.f;
+      meet();
+      MARK(plan, 9);
+      if (self < 2 * HEAD_DIM) attention.template block_state<float>(WarpShared::head_norms)[self] = head_norm;
+      __syncthreads();
+      WarpAttention<T>(attention).run(layer_cache(layer), stream.issued);
+    } else if (item_count > 0) {
       T *const layer_k = k_cache + layer * cache_layer, *const layer_v = v_cache + layer * cache_layer;
       Item item = attention.first();
       typename Attention<T>::Keys keys;
@@ -223,7 +237,12 @@ __global__ void __launch_bounds__(THREADS, 1)
         const int pages_behind = left > 2 ? attention.pages(behind) : -1;
         attention.attend(
             item, keys, later, queries_there, more, layer_k, layer_v,
-            [&]() { if (more) attention.load_keys(keys, next, pages, layer_k); },
+            [&]() {
+              if (more) attention.load_keys(keys, next, pages, layer_k);
+              if (!PAIRS || attention.couples || stream.due != O) return 0;
+              stream.template fill_unit<1>();  // where every block computes heads, the next exchange is far away
+              return PAIR_CHUNKS;
+            },
             [&]() { if (more) attention.copy_values(next, pages, layer_v); });
         queries_there = next.row == item.row && next.kv_head == item.kv_head;
         item = next;
@@ -236,6 +255,7 @@ __global__ void __launch_bounds__(THREADS, 1)
       MARK(plan, 9);
     }
     MARK(plan, 21);
+    if (PAIRS && !attention.couples && stream.due == O) stream.template fill_unit<1>();  // behind the items of single warps
     if (DIRECT && OVERLAY) __syncthreads();  // the values may be overwritten
     if (!attention.couples) {
       MergeMemory &memory = *reinterpret_cast<MergeMemory *>(shared + Shared::kv);

@@ -141,6 +141,61 @@ def test_long_sequences_are_merged_in_both_ways(lengths: tuple[int, ...], block_
     assert_same(scene, scene.stepped(4), scene.expected())
 
 
+@pytest.mark.parametrize(
+    ("name", "lengths", "block_size", "blocks"),
+    [
+        ("hd128-fp16", (380,), 16, 2),  # 3 items a block: a warp has four slots
+        ("hd128-fp16", (500, 260), 256, 2),  # 7: two slots
+        ("untied-bf16-sharded", (400, 1, 500), 32, 2),  # 9: one slot; statistics and sums behind a barrier
+        ("hd128-fp16", (500, 400, 300, 260, 129, 70, 3), 16, 1),  # 36: a warp goes on from item to item
+        ("tied-fp16", (500, 450), 16, 1),  # 16, in a step of two sequences
+    ],
+)
+def test_items_of_single_warps(name: str, lengths: tuple[int, ...], block_size: int, blocks: int) -> None:
+    """More chunks than teams: every warp takes chunks of its own."""
+    scene = Scene(model_of(name), lengths, block_size=block_size)
+    layout = plan_layout(scene.model.config, len(lengths), blocks, 227 << 10)
+    assert isinstance(layout, Layout)
+    items = scene.model.config.num_key_value_heads * sum(-(-n // 128) for n in lengths)
+    assert items > layout.teams * blocks
+    assert layout.teams == 2
+    with cukern.emulate(check=len(lengths) == 1):
+        assert_same(scene, scene.stepped(blocks, max_shared_mem=227 << 10), scene.expected())
+
+
+@pytest.mark.parametrize("heads", [(8, 1), (15, 3)])
+def test_items_of_single_warps_with_other_heads(heads: tuple[int, int], tmp_path: Path) -> None:
+    """The most query heads to a key/value head, and head sizes whose rows are no power of two."""
+    config = replace(
+        model_of("tied-fp16").config,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
+        head_dim=48 if heads[1] > 1 else 16,
+        num_hidden_layers=1,
+    )
+    model = Qwen3.from_pretrained(make_checkpoint(tmp_path, config, "float16", std=0.2), device="emulated")
+    scene = Scene(model, (400, 150))
+    with cukern.emulate(check=False):
+        assert_same(scene, scene.stepped(1, max_shared_mem=227 << 10), scene.expected())
+
+
+def test_slot_of_minus_one_with_items_of_single_warps() -> None:
+    """The key at the last place is then what the cache holds there."""
+    scene = Scene(model_of("tied-fp16"), (300, 140))
+    model, put = scene.model, scene.model.device.put
+    batch = scene.batch()
+    batch.slot_mapping = put(np.array([-1, int(batch.slot_mapping[1])], np.int64))
+    cache, other = scene.cache(), scene.cache()
+    for c in (cache, other):
+        c.k[:, scene.tables[0, 18], :, 11] = c.v[:, scene.tables[0, 18], :, 11] = 0.5
+    with cukern.emulate(check=False):
+        want = model.forward(batch, cache)
+        step = DecodeStep(model, other, 2, scene.width, blocks=1, max_shared_mem=227 << 10)
+        step.load(batch)
+        np.testing.assert_array_equal(bits(step.run()), bits(want))
+    np.testing.assert_array_equal(bits(other.k), bits(cache.k))
+
+
 def test_more_chunks_than_are_merged_in_a_round(tmp_path: Path) -> None:
     config = replace(
         model_of("tied-fp16").config,
@@ -392,12 +447,16 @@ def test_compiles_without_spills(name: str, batch: int, arch: str, sm_count: int
 def large_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Qwen3:
     """Four layers of the 0.6B shape."""
     folder = make_checkpoint(tmp_path_factory.mktemp("0.6B"), "0.6B", request.param, num_hidden_layers=4)
-    return Qwen3.from_pretrained(folder, device="cuda", max_positions=4096)
+    return Qwen3.from_pretrained(folder, device="cuda", max_positions=16384)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "lengths", [(1,), (128,), (129,), (2000,), (64, 700), (5, 128, 300), (130,) * 7, tuple(range(1, 321, 20))]
+    "lengths",
+    [
+        *((1,), (128,), (129,), (2000,), (9000,), (64, 700), (5, 128, 300), (6000, 300, 4000)),
+        *((130,) * 7, tuple(range(1, 321, 20))),
+    ],
 )
 def test_large_model_bits(large_model: Qwen3, lengths: tuple[int, ...]) -> None:
     scene = Scene(large_model, lengths)

@@ -13,8 +13,6 @@
 #include "ptx/memory.cuh"
 #include "ptx/named_barrier.cuh"
 
-constexpr int HEAD_LANES = HEAD_DIM > 128 ? 16 : HEAD_DIM > 64 ? 8 : HEAD_DIM > 32 ? 4 : HEAD_DIM > 16 ? 2 : 1;
-
 struct Item {
   int row, kv_head, chunk;
 };
@@ -31,12 +29,16 @@ template <class T> struct Attention {
   Link qkv;                      // T [ROWS, QKV_SIZE]
   const Plan &plan;
   bool couples;                  // no sequence has more chunks than there are teams: nothing is left to merge
+  bool alone;                    // a team has more than two items: every warp works for itself (decode/warp_attention.cuh)
 
   __device__ __forceinline__ static int team() { return (int)(threadIdx.x / TEAM_THREADS); }
   __device__ __forceinline__ static int team_thread() { return this_thread() % TEAM_THREADS; }
   __device__ __forceinline__ static void team_barrier() { named_barrier_sync(1 + team(), TEAM_THREADS); }
   template <class U> __device__ __forceinline__ U *mine(int offset) const {
     return reinterpret_cast<U *>(shared + Shared::teams + team() * TeamShared::bytes + offset);
+  }
+  template <class U> __device__ __forceinline__ U *block_state(int offset) const {  // of WarpShared
+    return reinterpret_cast<U *>(shared + Shared::teams + offset);
   }
   __device__ __forceinline__ T *values() const {
     return reinterpret_cast<T *>(shared + Shared::kv) + team() * (KEYS * HEAD_DIM);
@@ -52,6 +54,19 @@ template <class T> struct Attention {
     const int count = items(), blocks = (int)gridDim.x, block = (int)blockIdx.x;
     couples = true;
     for (int r = 0; r < ROWS; ++r) couples = couples && rows[r].chunks <= TEAMS;
+    alone = ALONE && !couples && count > 2 * TEAMS * blocks;
+    if (alone) {
+      const int begin = (int)((i64)count * block / blocks), units = (int)((i64)count * (block + 1) / blocks) - begin;
+      const int self = this_thread() & 31, warp = this_thread() >> 5;
+      unsigned char *const mine = block_state<unsigned char>(WarpShared::warps + warp * WarpShared::warp_bytes);
+      const Item i = warp < units ? item(begin + warp) : Item{0, 0, 0};
+      reinterpret_cast<int *>(mine + WarpShared::pages)[self] = warp < units ? pages(i) : -1;
+      if (self == 0) *reinterpret_cast<int2 *>(mine + WarpShared::items) = make_int2(i.row << 16 | i.kv_head, i.chunk);
+      if (threadIdx.x == 0) *block_state<int>(WarpShared::first) = begin;
+      if (threadIdx.x == 0) *block_state<int>(WarpShared::units) = units;
+      __syncthreads();
+      return;
+    }
     int first_item = 0, item_count = 0;
     if (couples) {
       for (int index = block + (ROWS * KV_HEADS - 1) / blocks * blocks; index >= block; index -= blocks)
@@ -127,7 +142,7 @@ template <class T> struct Attention {
     auto copy = [&](T *to, int row, int piece) {
       const int block = __shfl_sync(0xffffffffu, pages, row >> page_shift);
       const bool ok = row < left && (u32)block < (u32)num_blocks;
-      if (row != fresh) cp_async_16(to, cache + ((ok ? cache_row(i, block, row) : 0) + piece * 8), ok);
+      if (row != fresh) cp_async_16_once(to, cache + ((ok ? cache_row(i, block, row) : 0) + piece * 8), ok);
     };
     constexpr int Step = TEAM_THREADS / Pieces;  // rows of a turn
     if constexpr (TEAM_THREADS % Pieces == 0 && Step % 8 == 0) {  // a thread stays in its column
@@ -198,7 +213,7 @@ template <class T> struct Attention {
         const T *const from = cache + cache_row(i, block, key);
         const int t = lane & 3;
 #pragma unroll
-        for (int wide = 0; wide < Wide; ++wide) keys.k[h][wide] = load_once(from + wide * 32 + t * 8);
+        for (int wide = 0; wide < Wide; ++wide) keys.k[h][wide] = load_last_time(from + wide * 32 + t * 8);
         if (Tail) keys.tail[h] = load_once_8(from + Wide * 32 + ((t & 1) * 2 + (t >> 1)) * 4);
       } else {
         const u32 fill = key < end ? 0x7fff7fffu : 0u;
@@ -270,8 +285,8 @@ template <class T> struct Attention {
     store_vec(target + HEAD_DIM / 2, h.second);
   }
 
-  // One item of this team. The copies of its values are committed, `later` ring fills ago. `next_keys` and `next_values` are
-  // called as soon as their places are free; `more`: whether they ask for anything.
+  // One item of this team. The copies of its values are committed, `later` ring fills ago (next_keys may add to them).
+  // `next_keys` and `next_values` are called as soon as their places are free; `more`: whether they ask for anything.
   template <class NextKeys, class NextValues>
   __device__ __forceinline__ void attend(const Item &i, Keys &keys, int later, bool queries_there, bool more, T *k_cache,
                                          T *v_cache, const NextKeys &next_keys, const NextValues &next_values) const {
@@ -311,7 +326,7 @@ template <class T> struct Attention {
 #pragma unroll
       for (int h = 0; h < 2; ++h) mma_m16n8k16<T>(s[h], a, keys.step(h, step).x, keys.step(h, step).y);
     }
-    next_keys();
+    later += next_keys();
     if (key0 + KEYS > length)
 #pragma unroll
       for (int h = 0; h < 2; ++h)

@@ -119,6 +119,24 @@ struct TeamShared {  // of attention
   static constexpr int bytes = first_pages + 128;
 };
 
+// Where every warp works on items of its own (decode/warp_attention.cuh), it uses the memory of the teams otherwise.
+constexpr int HEAD_LANES = HEAD_DIM > 128 ? 16 : HEAD_DIM > 64 ? 8 : HEAD_DIM > 32 ? 4 : HEAD_DIM > 16 ? 2 : 1;
+constexpr int SLOT_KEYS = 16;  // keys or values of a slot
+struct WarpShared {
+  static constexpr int query_pitch = ceil_div(HEAD_DIM, 32) * 32 + 32;  // elements
+  static constexpr int items_known = 3;
+  static constexpr int head_norms = 0;                           // float [2][HEAD_DIM]: of queries, of keys
+  static constexpr int first = head_norms + 2 * HEAD_DIM * 4;    // int: the block's first item
+  static constexpr int units = first + 4;                        // int: and their number
+  static constexpr int warps = first + 16;                       // of a warp:
+  static constexpr int queries = 0;                              // T [GROUP][query_pitch]
+  static constexpr int items = queries + GROUP * query_pitch * 2;  // int2 [items_known]
+  static constexpr int pages = items + 32;                         // int [32]: of its first item
+  static constexpr int warp_bytes = pages + 128;
+  static constexpr int bytes = warps + WARPS * warp_bytes;
+};
+constexpr bool ALONE = TEAMS == 2 && GROUP <= 8 && WarpShared::bytes <= TEAMS * TeamShared::bytes;
+
 // Byte offsets. With OVERLAY the values lie over x, and are fetched only when the product before is done.
 struct Shared {
   static constexpr int ring = 0;

@@ -88,8 +88,8 @@ template <class T> struct WeightStream {
     const int up_offset = (phase & 3) == GATE_UP ? (INTERMEDIATE - 4) * HIDDEN : 0;
 #pragma unroll
     for (int i = 0; i < Copies; ++i)
-      cp_async_16(target + tile_offset<RING_K>(row + Rows * i, piece),
-                  source + (i * row_step + (i < Copies / 2 ? 0 : up_offset)), valid);
+      cp_async_16_once(target + tile_offset<RING_K>(row + Rows * i, piece),
+                       source + (i * row_step + (i < Copies / 2 ? 0 : up_offset)), valid);
     source += RING_K;
     k_left -= RING_K;
     cp_async_commit();
@@ -98,20 +98,20 @@ template <class T> struct WeightStream {
   }
 
   // With PAIRS: the whole ring, which the whole warp has read, with the unit that next_unit() has found.
-  __device__ __forceinline__ void fill_unit() {
+  template <int Unroll = PAIR_CHUNKS> __device__ __forceinline__ void fill_unit() {
     due = NOT_DUE;
     if (unit_k(HEAD) % (2 * PAIR_SEGMENT) != 0 && phase == PHASES - 1) return fill(PAIR_CHUNKS);
     __syncwarp();
     const int lane = this_thread() & 31, row = lane / Pieces, piece = lane % Pieces;
     const int up_offset = (phase & 3) == GATE_UP ? (INTERMEDIATE - 4) * HIDDEN : 0;
     const bool valid = k_left > 0;
-#pragma unroll
+#pragma unroll Unroll
     for (int chunk = 0; chunk < PAIR_CHUNKS; ++chunk) {
 #pragma unroll
       for (int i = 0; i < Copies; ++i)
         if (valid)
-          cp_async_16(ring + chunk * RING_ELEMENTS + tile_offset<RING_K>(row + Rows * i, piece),
-                      source + (i * row_step + (i < Copies / 2 ? 0 : up_offset)) + chunk * RING_K);
+          cp_async_16_once(ring + chunk * RING_ELEMENTS + tile_offset<RING_K>(row + Rows * i, piece),
+                           source + (i * row_step + (i < Copies / 2 ? 0 : up_offset)) + chunk * RING_K);
       cp_async_commit();
     }
     source += PAIR_CHUNKS * RING_K;

@@ -2,9 +2,12 @@
 // a tag. A reader asks for the words themselves until all of them bear the tag that it expects; an 8-byte access is never torn,
 // so no fence, flag or atomic is needed, and the way from a writer to a reader is one store and one load. Words are used again
 // with another tag when every reader of the old ones is known to be done. All blocks must be resident (cooperative launch).
+// The memory stream beside it would push the words out of L2 between two layers, and whoever asks for one early would then
+// wait for DRAM: they are the last to leave.
 // PTX ISA, "ld.relaxed", "st.relaxed". Test: tests/test_decode_step.py
 #pragma once
 #include "common/types.cuh"
+#include "ptx/cache_policy.cuh"
 #include "ptx/site.cuh"
 
 __device__ __forceinline__ u64 tagged_word(u32 payload, u32 tag) { return (u64)tag << 32 | payload; }
@@ -14,7 +17,9 @@ __device__ __forceinline__ void send_word(u64 *word, u32 payload, u32 tag PTX_SI
   emu_access(word, 8, 1, 8, "send_word", PTX_HERE);
   *word = tagged_word(payload, tag);
 #else
-  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(tagged_word(payload, tag)) : "memory");
+  asm volatile("st.relaxed.gpu.global.L2::cache_hint.u64 [%0], %1, %2;" ::"l"(word), "l"(tagged_word(payload, tag)),
+               "l"(L2_LEAVES_LAST)
+               : "memory");
 #endif
 }
 
@@ -25,8 +30,8 @@ __device__ __forceinline__ void send_words(u64 *words, u32 first, u32 second, u3
   words[0] = tagged_word(first, tag);
   words[1] = tagged_word(second, tag);
 #else
-  asm volatile("st.relaxed.gpu.global.v2.u64 [%0], {%1, %2};" ::"l"(words), "l"(tagged_word(first, tag)),
-               "l"(tagged_word(second, tag))
+  asm volatile("st.relaxed.gpu.global.L2::cache_hint.v2.u64 [%0], {%1, %2}, %3;" ::"l"(words), "l"(tagged_word(first, tag)),
+               "l"(tagged_word(second, tag)), "l"(L2_LEAVES_LAST)
                : "memory");
 #endif
 }

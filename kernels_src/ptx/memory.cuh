@@ -1,6 +1,7 @@
 // Loads and stores with a cache policy, for data that is used once. Test: tests/test_ptx.py
 #pragma once
 #include "common/types.cuh"
+#include "ptx/cache_policy.cuh"
 #include "ptx/site.cuh"
 
 // 16 bytes of read-only data that will not be read again soon: not kept in L1.
@@ -31,7 +32,21 @@ __device__ __forceinline__ uint4 load_once(const void *p PTX_SITE) {
 #endif
 }
 
-// 8 bytes in the same way.
+// The same, and the first to leave L2.
+__device__ __forceinline__ uint4 load_last_time(const void *p PTX_SITE) {
+#ifdef CUKERN_EMU
+  emu_access(p, 16, 0, 16, "load_last_time", PTX_HERE);
+  return *static_cast<const uint4 *>(p);
+#else
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p), "l"(L2_LEAVES_FIRST));
+  return v;
+#endif
+}
+
+// 8 bytes in the way of load_once.
 __device__ __forceinline__ uint2 load_once_8(const void *p PTX_SITE) {
 #ifdef CUKERN_EMU
   emu_access(p, 8, 0, 8, "load_once_8", PTX_HERE);
