@@ -3,6 +3,7 @@
 // together keep the memory busy. The first keys are asked for before the layer's queries are there. Every item leaves a part
 // for decode/merge.cuh, also that of a sequence of one chunk. A block of fewer items than warps lets those that work use the
 // slots of all.
+// Measured: 4.6 TB/s while the chunks run (one sequence of 32,768, pages of 16); H200, docs/journal.md
 // Test: tests/test_decode_step.py
 #pragma once
 #include "decode/attention.cuh"
