@@ -450,6 +450,8 @@ def of_dim(d: int) -> dict[str, np.ndarray]:
         ({**DENSE, "scale": 3e38}, ValueError, "scale must be positive and finite in float32"),
         ({**DENSE, "scale": 10**400}, ValueError, "scale must be positive and finite in float32"),
         ({**DENSE, "scale": "wide"}, TypeError, "scale must be a number, got 'wide'"),
+        ({**DENSE, "causal": "no"}, TypeError, "causal must be True or False, got 'no'"),
+        ({**DENSE, "return_lse": 1}, TypeError, "return_lse must be True or False, got 1"),
         ({**DENSE, "k": None}, TypeError, "k must be an array, got None"),
         ({**DENSE, "v": None}, TypeError, "v must be an array, got None"),
         ({**DENSE, "out": zeros(1, 4, 2, 32)}, ValueError, "out has shape"),

@@ -14,6 +14,7 @@ from cukern.ops._arrays import (
     Array,
     Place,
     check_dtype,
+    check_flag,
     check_out,
     check_shape,
     place_arrays,
@@ -223,6 +224,8 @@ def _attention_prefill(
     )
     batch, cu_q, cu_k, tables, seq_lens = _check(place, q, k, v, cu_q, cu_k, tables, seq_lens)
     value, c = softmax_constants(_NAME, scale, q.shape[-1])
+    check_flag(_NAME, "causal", causal)
+    check_flag(_NAME, "return_lse", return_lse)
     if out is not None:
         check_out(_NAME, out, q.shape, q.dtype)
         check_views_apart(_NAME, out, place, q=q, k=k, v=v)
