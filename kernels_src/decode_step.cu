@@ -18,8 +18,8 @@
 // Numerics  the bits of every result are those of the operators called one after another (docs/numerics.md)
 // Template  T half | bf16; the model and the batch by macros, see decode/shape.cuh
 // PROFILE   every warp writes its clock at points of each layer (MARK) into `stamps` [gridDim.x, LAYERS + 1, MARKS, WARPS]
-// Measured: 55 % of 4.8 TB/s (Qwen3-0.6B, batch 1, context 127), 54 % (context 4,096), 67 % (32,768), 70 % (4B, context 127),
-//           83 % (8B); H200, docs/performance.md
+// Measured: 55 % of 4.8 TB/s (Qwen3-0.6B, batch 1, context 127), 54 % (context 4,096), 67 % (32,768), 75 % (4B, context 127),
+//           85 % (8B); H200, docs/performance.md
 #include "decode/merge.cuh"
 #include "decode/warp_attention.cuh"
 #include "ptx/grid_barrier.cuh"
@@ -59,6 +59,7 @@ __device__ __forceinline__ void prepare(unsigned char *shared, const int *token_
   if (thread < 5) {
     plan.first[thread] = first_tile(thread, blockIdx.x);
     plan.units[thread] = (first_tile(thread, blockIdx.x + 1) - plan.first[thread]) * product_units(thread);
+    plan.dealt[thread] = in_runs(thread) ? min(plan.units[thread], STREAMS) : plan.units[thread];
   }
   constexpr int Pointers = LAYERS * (int)(sizeof(LayerPointers) / 8);
   for (int i = thread; i < Pointers; i += THREADS)

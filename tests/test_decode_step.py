@@ -247,10 +247,10 @@ def test_two_segments_at_once(lengths: tuple[int, ...], tmp_path: Path) -> None:
 @pytest.mark.parametrize("shared_kb", [227, 80])
 @pytest.mark.parametrize("lengths", [(130,), (3, 70, 20)])
 def test_chains_of_several_chunks(lengths: tuple[int, ...], shared_kb: int, tmp_path: Path) -> None:
-    """Rows of a weight that are one segment and longer than a slot, on few streams with deep rings."""
+    """Few streams with deep rings: segments of several chunks, and runs of segments that go on in the next tile."""
     config = replace(
         model_of("hd128-fp16").config,
-        hidden_size=256,
+        hidden_size=512,
         intermediate_size=192,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -411,7 +411,7 @@ def test_published_models_fit_a_large_gpu() -> None:
         for batch in (1, 2):
             layout = plan_layout(config, batch, 132, 227 << 10)
             assert isinstance(layout, Layout), name
-            assert layout.streams == (16 if name in ("0.6B", "1.7B") else 8)
+            assert layout.streams == (16 if name == "0.6B" else 8)
             assert batch > 1 or layout.streams * layout.slots * layout.ring_k * 16 >= 96 << 10
 
 

@@ -134,7 +134,7 @@ def plan_layout(config: Qwen3Config, batch: int, blocks: int, max_shared_mem: in
     direct = rows <= _MOST_DIRECT_ROWS
     # Rows of a weight that are one chain of products each keep as many streams busy as a block has of them: with few of
     # them, what is under way to a block is what their rings hold.
-    few = fewest_chains < _FEW_STREAMS
+    few = fewest_chains < _WARPS
     streams, rings = (_FEW_STREAMS, _DEEP_RINGS) if few else (_WARPS, _RINGS)
     most = _MOST_DEEP_SLOTS if few else _MOST_DIRECT_SLOTS if direct else _MOST_SLOTS
     for ring_k, fewest, overlay, teams in rings:
@@ -156,7 +156,7 @@ def _fixed_bytes(c: Qwen3Config, rows: int, partials: int, owned: int, overlay: 
     groups = ATTN_CHUNK // 16
     attention = teams * (17 * c.head_dim * 2 + 16 * ATTN_CHUNK * 2 + (16 + 64) * groups * 4 + 2 * c.head_dim * 4 + 144)
     state = (partials + owned) * rows * 32 + rows * 32 + rows * c.head_dim * 4 + rows * 32
-    plan = c.num_hidden_layers * 80 + 8 + 2 * 5 * 4
+    plan = c.num_hidden_layers * 80 + 8 + 16 * 4
     return 16 + (max(x, kv) if overlay else x + kv) + attention + state + plan
 
 

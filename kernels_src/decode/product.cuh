@@ -316,13 +316,13 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
   constexpr bool WholeChunks = K % RING_K == 0;
   // A unit of two whole chunks is multiplied at once. Its slots are filled again only after the results are on their way, if
   // the ring holds enough: other blocks wait for these, and nobody for the weights.
-  constexpr bool Twos = Segments > 1 && Segment == 2 * RING_K && K % Segment == 0 && RING_SLOTS >= 2;
+  constexpr bool Twos = !in_runs(P) && Segments > 1 && Segment == 2 * RING_K && K % Segment == 0 && RING_SLOTS >= 2;
   constexpr int MostOwed = RING_SLOTS >= 4 ? 2 : 0;  // slots not filled again while the next two are read
   const int self = this_thread();
   const int lane = self & 31, g = lane >> 2, t = lane & 3, row8 = lane & 7, quarter8 = lane >> 3;
-  const int first = stream.plan.first[P], units = stream.plan.units[P];
-  // A unit of many chunks is one chain of products: the next chunk is read and more weights are asked for beside it.
-  constexpr bool Chain = Segments == 1 && WholeChunks && K > RING_K && ROWS <= 8;
+  const int first = stream.plan.first[P], units = stream.plan.units[P], dealt = stream.plan.dealt[P];
+  // A segment of many chunks is one chain of products: the next chunk is read and more weights are asked for beside it.
+  constexpr bool Runs = in_runs(P), Chain = WholeChunks && K > RING_K && ROWS <= 8 && (Runs || Segments == 1);
   const Fragments<T> fragments(x, zeros, x_pitch(K), lane);
   auto load_weights = [&](u32(&w)[RING_K / 32][4], const T *chunk) {
 #pragma unroll
@@ -344,7 +344,72 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
       unit += WARPS;
     }
   }
-  for (; !paired(P) && unit < units; unit += STREAMS) {
+  for (; Chain && !paired(P) && unit < dealt; unit += STREAMS) {
+    int item = Runs ? units * unit / dealt : unit;  // a segment of a tile
+    const int last = Runs ? units * (unit + 1) / dealt - 1 : item;
+    int k0 = item % Segments * Segment;
+    Halves<T> halves(x, x_pitch(K));
+    const T *slot = stream.front();
+    if (first_unit) MARK(stream.plan, Mark);
+    halves.load_w(0, slot);
+    halves.load_x(0, k0);
+#pragma unroll 1
+    for (;; ++item) {
+      const int end = min(k0 + Segment, K);
+      float acc[4] = {0.f, 0.f, 0.f, 0.f};
+      int k = k0;
+#pragma unroll 1
+      while (k + RING_K < end) {
+        stream.find();
+        // As long as both what is fetched and what is multiplied go on in one row: a loop without a branch.
+        const int stop = stream.k_left > 0 ? min(end, k + RING_K + ceil_div(stream.k_left, RING_K) * RING_K) : end;
+#pragma unroll 1
+        for (; k + RING_K < stop; k += RING_K) {
+          halves.load_w(1, slot);
+          stream.in_order();
+          stream.copy();
+          halves.multiply(acc, 0);
+          slot = stream.next_front();
+          halves.load_x(1, k);  // here, or the compiler lays all products before the wait and what is read next behind them
+          halves.load_w(0, slot);
+          halves.load_x(0, k + RING_K);
+          halves.multiply(acc, 1);
+        }
+      }
+      halves.load_w(1, slot);
+      stream.in_order();
+      stream.fill();
+      halves.multiply(acc, 0);
+      halves.load_x(1, k);
+      const bool more = Runs && item < last;
+      if (more) {
+        k0 = k0 + Segment < K ? k0 + Segment : 0;
+        slot = stream.next_front();
+        halves.load_w(0, slot);
+        halves.load_x(0, k0);
+      }
+      halves.multiply(acc, 1);
+      if constexpr (Segments > 1) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          if (2 * t + e < ROWS) partial[(item * ROWS + 2 * t + e) * 8 + g] = acc[e];
+      } else {  // neighbouring columns are in neighbouring lanes: one takes the even row, the other the odd one
+        const float other = __shfl_xor_sync(0xffffffffu, g % 2 ? acc[0] : acc[1], 4);
+        const float a = g % 2 ? other : acc[0], b = g % 2 ? acc[1] : other;
+        const int row = 2 * t + g % 2, column = g & ~1;
+        if constexpr (P == GATE_UP) {
+          const float up_a = __shfl_xor_sync(0xffffffffu, a, 16), up_b = __shfl_xor_sync(0xffffffffu, b, 16);
+          if (g < 4 && row < ROWS) out.store(a, b, up_a, up_b, row, (first + item) * 4 + column);
+        } else if (row < ROWS) {
+          out.store(a, b, row, (first + item) * 8 + column);
+        }
+      }
+      if (!more) break;
+    }
+    if (first_unit) MARK(stream.plan, Mark + 1);
+    first_unit = false;
+  }
+  for (; !Chain && !paired(P) && unit < units; unit += STREAMS) {
     const int tile = unit / Segments, k0 = unit % Segments * Segment, end = min(k0 + Segment, K);
     float acc[4] = {0.f, 0.f, 0.f, 0.f};
     if constexpr (Twos) {
@@ -361,36 +426,6 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
       multiply_chunk(acc, w[0], fragments, k0);
       multiply_chunk(acc, w[1], fragments, k0 + RING_K);
       owed += 2;
-    } else if constexpr (Chain) {
-      Halves<T> halves(x, x_pitch(K));
-      const T *slot = stream.front();
-      if (first_unit) MARK(stream.plan, Mark);
-      halves.load_w(0, slot);
-      halves.load_x(0, 0);
-      int k = 0;
-#pragma unroll 1
-      while (k + RING_K < K) {
-        stream.find();
-        // As long as both the unit that is fetched and the one that is multiplied last: a loop without a branch.
-        const int stop = stream.k_left > 0 ? min(K, k + RING_K + ceil_div(stream.k_left, RING_K) * RING_K) : K;
-#pragma unroll 1
-        for (; k + RING_K < stop; k += RING_K) {
-          halves.load_w(1, slot);
-          stream.in_order();
-          stream.copy();
-          halves.multiply(acc, 0);
-          slot = stream.next_front();
-          halves.load_x(1, k);  // here, or the compiler lays all products before the wait and what is read next behind them
-          halves.load_w(0, slot);
-          halves.load_x(0, k + RING_K);
-          halves.multiply(acc, 1);
-        }
-      }
-      halves.load_w(1, slot);
-      halves.load_x(1, k);
-      stream.fill(1);
-      halves.multiply(acc, 0);
-      halves.multiply(acc, 1);
     } else {
 #pragma unroll 1
       for (int k = k0; k < end; k += RING_K) {
@@ -419,16 +454,6 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
       for (int h = 0; h < (ROWS > 8 ? 2 : 1); ++h)
         if (g + 8 * h < ROWS)
           store_vec(partial + (unit * ROWS + g + 8 * h) * 8 + 2 * t, Vec<float, 2>{acc[2 * h], acc[2 * h + 1]});
-    } else if constexpr (Chain) {  // neighbouring columns are in neighbouring lanes: one takes the even row, one the odd row
-      const float other = __shfl_xor_sync(0xffffffffu, g % 2 ? acc[0] : acc[1], 4);
-      const float a = g % 2 ? other : acc[0], b = g % 2 ? acc[1] : other;
-      const int row = 2 * t + g % 2, column = g & ~1;
-      if constexpr (P == GATE_UP) {
-        const float up_a = __shfl_xor_sync(0xffffffffu, a, 16), up_b = __shfl_xor_sync(0xffffffffu, b, 16);
-        if (g < 4 && row < ROWS) out.store(a, b, up_a, up_b, row, (first + tile) * 4 + column);
-      } else if (row < ROWS) {
-        out.store(a, b, row, (first + tile) * 8 + column);
-      }
     } else {
 #pragma unroll
       for (int h = 0; h < (ROWS > 8 ? 2 : 1); ++h) {
@@ -444,7 +469,7 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
     if (first_unit) MARK(stream.plan, Mark + 1);
     first_unit = false;
   }
-  unit -= units;
+  unit -= dealt;
   MARK(stream.plan, Mark + 2);
 
   __syncthreads();  // the sums are there, and x may be overwritten

@@ -53,6 +53,10 @@ constexpr bool PAIRS = DIRECT && STREAMS == WARPS && RING_K * PAIR_CHUNKS == 2 *
 __device__ constexpr bool paired(int p) { return PAIRS && p != HEAD; }
 __device__ constexpr int unit_k(int p) { return paired(p) ? 2 * PAIR_SEGMENT : product_segment(p); }
 __device__ constexpr int product_units(int p) { return ceil_div(product_k(p), unit_k(p)); }  // of a tile
+// With few streams, short units are dealt in runs of neighbours, one for each stream.
+__device__ constexpr bool in_runs(int p) {
+  return STREAMS < WARPS && ROWS <= 8 && product_units(p) > 1 && unit_k(p) % RING_K == 0 && product_k(p) % unit_k(p) == 0;
+}
 __device__ __forceinline__ int first_tile(int p, int block) { return (int)((i64)product_tiles(p) * block / gridDim.x); }
 
 static_assert(GROUP * KV_HEADS == HEADS && GROUP <= 16, "query heads of a key/value head are rows of one mma tile");
@@ -91,7 +95,7 @@ struct LayerPointers {
 struct Plan {
   LayerPointers layers[LAYERS];
   u64 head;
-  int first[5], units[5];
+  int first[5], units[5], dealt[5], unused;  // tiles, units, and what goes to streams in turn: units or runs of them
 #if PROFILE
   u32 *marks[WARPS];  // where each warp writes its clock, [MARKS][WARPS] of the layer
 #endif

@@ -30,18 +30,20 @@ template <class T> struct WeightStream {
   int slot;                // read next, refilled next
   int issued;              // slots filled since the first item's values were asked for
   int phase, unit;         // what is fetched: unit of the phase's product, counted in this block
-  int k_left;              // of the unit
+  int k_left, k_behind;    // of the unit, or of a run as far as it is in this tile; of a run in the tiles behind it
   const T *source;         // this lane's first 16 bytes of the next chunk
   int row_step;            // elements to the row of its next 16 bytes
   int due;                 // with PAIRS: when this warp's empty ring is filled again
 
   __device__ __forceinline__ WeightStream(T *ring, const Plan &plan)
-      : ring(ring), plan(plan), slot(0), issued(0), phase(0), unit(stream_index() - STREAMS), k_left(0), source(nullptr),
-        row_step(0), due(NOT_DUE) {}
+      : ring(ring), plan(plan), slot(0), issued(0), phase(0), unit(stream_index() - STREAMS), k_left(0), k_behind(0),
+        source(nullptr), row_step(0), due(NOT_DUE) {}
 
   template <int P> __device__ __forceinline__ void enter_unit() {
     constexpr int K = product_k(P), Units = product_units(P), Length = unit_k(P);
-    const int lane = this_thread() & 31, tile = unit / Units, k0 = unit % Units * Length;
+    const int units = plan.units[P], dealt = plan.dealt[P];
+    const int begin = in_runs(P) ? units * unit / dealt : unit, count = in_runs(P) ? units * (unit + 1) / dealt - begin : 1;
+    const int lane = this_thread() & 31, tile = begin / Units, k0 = begin % Units * Length;
     const i64 row = (i64)(plan.first[P] + tile) * (P == GATE_UP ? 4 : 8) + lane / Pieces;
     const LayerPointers &layer = plan.layers[P == HEAD ? 0 : phase >> 2];
     const u64 weight = P == HEAD      ? plan.head
@@ -51,13 +53,14 @@ template <class T> struct WeightStream {
                                       : layer.down;
     source = reinterpret_cast<const T *>(weight) + row * K + k0 + lane % Pieces * 8;
     row_step = Rows * K;
-    k_left = min(Length, K - k0);
+    k_left = min(count * Length, K - k0);
+    k_behind = in_runs(P) ? count * Length - k_left : 0;
   }
 
   __device__ __forceinline__ void next_unit() {
     unit += STREAMS;
     for (; phase < PHASES; ++phase) {
-      const int units = plan.units[phase == PHASES - 1 ? (int)HEAD : phase & 3];
+      const int units = plan.dealt[phase == PHASES - 1 ? (int)HEAD : phase & 3];
       if (unit < units) break;
       unit -= units;
     }
@@ -77,7 +80,12 @@ template <class T> struct WeightStream {
     copy();
   }
   __device__ __forceinline__ void find() {
-    if (k_left <= 0) next_unit();
+    if (k_left > 0) return;
+    if (STREAMS == WARPS || k_behind <= 0) return next_unit();
+    const int K = row_step / Rows;
+    source += K * ((phase & 3) == GATE_UP ? 3 : 7);  // from the end of a tile's row to the next tile
+    k_left = min(k_behind, K);
+    k_behind -= k_left;
   }
   // What find() has found, if anything; without a branch, so that the compiler can lay it between products.
   __device__ __forceinline__ void copy() {
