@@ -142,8 +142,9 @@ __device__ __forceinline__ void attend_tile(const float (&s)[TILE / 8][4], float
 }
 
 // A chunk's products with V, merged into the totals; Tiles 1: its first tile alone is seen. Columns come in blocks of 16,
-// Width at a time, each with all of its keys, so that only their sums take registers and not those of all columns.
-template <class T, int D, int Tiles>
+// Width at a time, each with all of its keys, so that only their sums take registers and not those of all columns. Endless: the
+// chunk has no end, its sums go on from the totals.
+template <class T, int D, int Tiles, bool Endless>
 __device__ __forceinline__ void add_chunk(float (&total)[D / 8][4], const u32 (&p)[2 * TILE / 16][4], const Running &chunk,
                                           const ChunkMerge (&merge)[2], const T *values) {
   constexpr int Blocks = D / 16, Width = D <= 64 ? 1 : 2, Groups = Tiles * TILE / 16;
@@ -168,7 +169,7 @@ __device__ __forceinline__ void add_chunk(float (&total)[D / 8][4], const u32 (&
       if (first + d / 2 >= Blocks) continue;
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        if (j == 0) acc[d][e] = 0.f;
+        if (j == 0) acc[d][e] = Endless ? merge[e >> 1].scaled(total[2 * first + d][e]) : 0.f;
         if (j == TILE / 16) acc[d][e] = __fmul_rn(acc[d][e], chunk.corr[e >> 1]);
       }
       mma_m16n8k16<T>(acc[d], p[j], b[i & 1][d / 2][d % 2 * 2], b[i & 1][d / 2][d % 2 * 2 + 1]);
@@ -179,7 +180,7 @@ __device__ __forceinline__ void add_chunk(float (&total)[D / 8][4], const u32 (&
         if (first + d / 2 < Blocks)
 #pragma unroll
           for (int e = 0; e < 4; ++e)
-            total[2 * first + d][e] = merge[e >> 1].add(total[2 * first + d][e], acc[d][e]);
+            total[2 * first + d][e] = Endless ? acc[d][e] : merge[e >> 1].add(total[2 * first + d][e], acc[d][e]);
   }
 }
 
@@ -212,7 +213,8 @@ __global__ void __launch_bounds__(Warps * 32, Warps == 4 && Stages == 2 ? (D <= 
   constexpr int Unroll = 4;
 #endif
   static_assert(Chunk % TILE == 0 && D % 16 == 0 && D <= 256, "see the head of the file");
-  static_assert(Stages == 1 || (D <= 128 && TilesPerChunk == 2), "two stages: a chunk, queries in registers");
+  constexpr bool Endless = Chunk == 1 << 24;  // one chunk of all keys: to measure what chunks cost
+  static_assert(Stages == 1 || (D <= 128 && (TilesPerChunk == 2 || Endless)), "two stages: a chunk, queries in registers");
   extern __shared__ __align__(128) unsigned char shared[];
   T *const s_q = reinterpret_cast<T *>(shared), *const s_k = s_q + Rows * D, *const s_v = s_k + Stages * TILE * D;
 
@@ -360,10 +362,17 @@ __global__ void __launch_bounds__(Warps * 32, Warps == 4 && Stages == 2 ? (D <= 
       pages = next;
       next = fetch(t + 4);
       chunk.reset();
+      if constexpr (Endless) {
+        recall();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) chunk.m[i] = merge[i].M, chunk.l[i] = merge[i].L;
+      }
       auto softmax = [&](const float(&s)[TILE / 8][4], int tile, int part) {
-        if (part == 0)
+        if (part == 0) {
           chunk.raise(s, c);
-        else
+          if (Endless && tile == 0)
+            for (int i = 0; i < 2; ++i) merge[i].a = chunk.corr[i];
+        } else
           chunk.template exponentials<T>(p[tile * TILE / 16 + part - 1], s, part - 1, c);
       };
       auto first = [&](int part) { softmax(s0, 0, part); };
@@ -385,9 +394,14 @@ __global__ void __launch_bounds__(Warps * 32, Warps == 4 && Stages == 2 ? (D <= 
           else
             all(second);
         }
-        recall();
-        merge[0].step(chunk.m[0], chunk.l[0], c);
-        merge[1].step(chunk.m[1], chunk.l[1], c);
+        if constexpr (Endless) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) merge[i].M = chunk.m[i], merge[i].L = chunk.l[i];
+        } else {
+          recall();
+          merge[0].step(chunk.m[0], chunk.l[0], c);
+          merge[1].step(chunk.m[1], chunk.l[1], c);
+        }
         keep();
       }
       cp_async_wait<0>();
@@ -397,9 +411,9 @@ __global__ void __launch_bounds__(Warps * 32, Warps == 4 && Stages == 2 ? (D <= 
       if (after * TILE < len) copy_keys(s_k, after, Early ? next : pages);
       cp_async_commit();
       if (both)
-        add_chunk<T, D, 2>(total, p, chunk, merge, s_v);
+        add_chunk<T, D, 2, Endless>(total, p, chunk, merge, s_v);
       else if (seen)
-        add_chunk<T, D, 1>(total, p, chunk, merge, s_v);
+        add_chunk<T, D, 1, Endless>(total, p, chunk, merge, s_v);
     }
     recall();
     __syncwarp();
