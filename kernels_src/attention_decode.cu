@@ -47,10 +47,10 @@ struct Merged {
 enum ChunkState { FIRST = 1, LAST = 2, TOO_LONG = 4, ABSENT = 8 };
 
 // The `rank`th longest of `batch` sequences, equal ones by number, or `rank` itself where no two differ by `least` or more. By
-// the whole block; `memory`: 2 batch ints that may be used again afterwards.
+// the whole block; `memory`: ints for two lists of whole fours that may be used again afterwards.
 template <class Length>
 __device__ __forceinline__ int longest_first(int *memory, int rank, int batch, int least, Length length) {
-  int *const lengths = memory, *const order = memory + batch;
+  int *const lengths = memory, *const order = memory + ceil_div(batch, 4) * 4;  // lengths are read four at a time
   for (int b = threadIdx.x; b < batch; b += WARPS * 32) lengths[b] = length(b);
   __syncthreads();
   int low = lengths[0], high = low;

@@ -366,10 +366,10 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
 #pragma unroll 1
         for (; k + RING_K < stop; k += RING_K) {
           halves.load_w(1, slot);
-          stream.in_order();
+          __syncwarp();  // the slot is read
           stream.copy();
           halves.multiply(acc, 0);
-          slot = stream.next_front();
+          slot = stream.front();
           halves.load_x(1, k);  // here, or the compiler lays all products before the wait and what is read next behind them
           halves.load_w(0, slot);
           halves.load_x(0, k + RING_K);
@@ -377,14 +377,14 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
         }
       }
       halves.load_w(1, slot);
-      stream.in_order();
+      __syncwarp();  // the slot is read
       stream.fill();
       halves.multiply(acc, 0);
       halves.load_x(1, k);
       const bool more = Runs && item < last;
       if (more) {
         k0 = k0 + Segment < K ? k0 + Segment : 0;
-        slot = stream.next_front();
+        slot = stream.front();
         halves.load_w(0, slot);
         halves.load_x(0, k0);
       }

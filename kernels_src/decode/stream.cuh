@@ -180,23 +180,9 @@ template <class T> struct WeightStream {
   }
   // The oldest slot, readable by the whole warp; then fill().
   __device__ __forceinline__ const T *front() {
-    const T *const chunk = next_front();
-    __syncwarp();
-    return chunk;
-  }
-  // The same for ldmatrix alone, in a loop that the warp runs through together.
-  __device__ __forceinline__ const T *next_front() {
     cp_async_wait<RING_SLOTS - 1>();
-    in_order();
-    return ring + slot * RING_ELEMENTS;
-  }
-  // Between the ldmatrix reads of a warp that does not diverge and its copies before or behind them: a GPU executes ldmatrix,
-  // and the wait for copies, once for all lanes and in order. __syncwarp() would say the same, but the compiler then waits
-  // there for all that is under way. Where threads are emulated one by one it is a barrier.
-  __device__ __forceinline__ static void in_order() {
-#ifdef CUKERN_EMU
     __syncwarp();
-#endif
+    return ring + slot * RING_ELEMENTS;
   }
 };
 
