@@ -363,6 +363,13 @@ def test_batch_build() -> None:
     }
     assert kinds == {np.dtype(np.int32)}
     assert ForwardBatch.build([[5], [6]], [0, 7], [[0], [1]], 16, lambda a: a).is_decode
+    for starts, tables, static in (
+        ([16, 17], [[0, 1], [0, 2]], True),  # a full block is shared
+        ([17, 18], [[0, 1], [0, 1]], False),  # one reads what the other writes
+        ([16, 31], [[0, 1], [2, 1]], False),
+        ([15, 3], [[0, 1], [1]], True),  # block 1 of the first is not in use
+    ):
+        assert ForwardBatch.build([[5], [6]], starts, tables, 16, lambda a: a).static_cache is static
 
 
 @pytest.mark.parametrize(

@@ -259,6 +259,7 @@ class StepProgram:
             block_tables=at["block_tables"],
             max_query_len=1,
             is_decode=True,
+            static_cache=True,  # sequences share full blocks alone
         )
 
     # -- state -------------------------------------------------------------------------------------------------

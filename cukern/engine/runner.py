@@ -137,6 +137,7 @@ class Runner:
                 block_tables=at["block_tables"],
                 max_query_len=max(plan.counts),
                 is_decode=plan.is_decode,
+                static_cache=True,  # sequences share full blocks alone
             )
             hidden = self.model.hidden(batch, self.cache)
             get = self.model.device.get

@@ -35,6 +35,9 @@ class ForwardBatch:
     is_decode : bool
         Every sequence has exactly one new token, so the split-KV decode kernel runs. Set from the shapes where
         not given.
+    static_cache : bool
+        No sequence reads a key that this step writes for another one; decode attention may then fetch keys early
+        (`cukern.ops.attention_decode`). True promises it, `build` finds out.
     """
 
     token_ids: Any
@@ -46,6 +49,7 @@ class ForwardBatch:
     max_query_len: int
     logits_indices: Any = None
     is_decode: bool | None = None
+    static_cache: bool = False
 
     def __post_init__(self) -> None:
         if self.is_decode is None:
@@ -104,6 +108,9 @@ class ForwardBatch:
             slots.append(tables[i, pos // block_size].astype(np.int64) * block_size + pos % block_size)
         flat = [np.asarray(t, dtype=np.int32) for t in tokens]
         empty = np.zeros(0, dtype=np.int64)
+        seen = np.concatenate([empty, *(np.unique(tables[i, : -(-end // block_size)]) for i, end in enumerate(ends))])
+        blocks, readers = np.unique(seen, return_counts=True)
+        written = np.concatenate(slots or [empty]) // block_size
         cu_seqlens = np.concatenate([[0], np.cumsum(counts)])
         return cls(
             token_ids=put(np.concatenate(flat) if flat else empty.astype(np.int32)),
@@ -114,4 +121,5 @@ class ForwardBatch:
             block_tables=put(tables),
             max_query_len=int(counts.max(initial=0)),
             logits_indices=put(cu_seqlens[1:].astype(np.int64) - 1) if last_only else None,
+            static_cache=not np.isin(written, blocks[readers > 1]).any(),
         )

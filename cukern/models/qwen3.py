@@ -244,7 +244,9 @@ class Qwen3:
         )
         if batch.is_decode:
             # `embedding` starts when all work ahead of it has ended: of keys and values only new ones are being written
-            y = ops.attention_decode(q, k_cache, v_cache, batch.block_tables, batch.seq_lens, static_cache=True)
+            y = ops.attention_decode(
+                q, k_cache, v_cache, batch.block_tables, batch.seq_lens, static_cache=batch.static_cache
+            )
         else:
             y = ops.attention_prefill(
                 q,

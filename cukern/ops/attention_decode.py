@@ -84,8 +84,9 @@ def attention_decode(
         ``max_blocks * block_size`` that the tables could hold. A longer sequence gives NaN.
     static_cache : bool
         Promises that the kernel launched just ahead of this one in the stream, and those that may still run beside it,
-        write neither `block_tables` and `seq_lens` nor keys and values other than the last of each sequence. From
-        compute capability 9.0 on older keys are then fetched while that kernel still runs.
+        write neither `block_tables` and `seq_lens` nor a key or value that a sequence reads, except its own last one
+        (also where sequences share blocks). From compute capability 9.0 on older keys are then fetched while that
+        kernel still runs.
     return_lse : bool
         Also return the natural logarithm of the sum of exponentials of the scaled scores.
     out : array [B, Hq, D], optional
