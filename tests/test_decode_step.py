@@ -223,19 +223,16 @@ def test_large_shared_memory(shared_kb: int, count: int) -> None:
     assert_same(scene, scene.stepped(4, max_shared_mem=shared_kb << 10), scene.expected())
 
 
+def three_layers(folder: Path, **sizes: int) -> Qwen3:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = replace(model_of("hd128-fp16").config, hidden_size=512, num_hidden_layers=3, **heads, **sizes)
+    return Qwen3.from_pretrained(make_checkpoint(folder, config, "float16", std=0.1), device="emulated")
+
+
 @pytest.mark.parametrize("lengths", [(3,), (127,), (200,), (128, 500)])
 def test_two_segments_at_once(lengths: tuple[int, ...], tmp_path: Path) -> None:
     """Products of an even number of segments, on enough blocks, with rings of exactly one unit."""
-    config = replace(
-        model_of("hd128-fp16").config,
-        hidden_size=512,
-        intermediate_size=1024,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_hidden_layers=3,
-        vocab_size=256,
-    )
-    model = Qwen3.from_pretrained(make_checkpoint(tmp_path, config, "float16", std=0.1), device="emulated")
+    model = three_layers(tmp_path, intermediate_size=1024, vocab_size=256)
     scene = Scene(model, lengths, steps=2)
     layout = plan_layout(model.config, len(lengths), 17, 227 << 10)
     assert isinstance(layout, Layout)
@@ -248,17 +245,7 @@ def test_two_segments_at_once(lengths: tuple[int, ...], tmp_path: Path) -> None:
 @pytest.mark.parametrize("lengths", [(130,), (3, 70, 20)])
 def test_chains_of_several_chunks(lengths: tuple[int, ...], shared_kb: int, tmp_path: Path) -> None:
     """Few streams with deep rings: segments of several chunks, and runs of segments that go on in the next tile."""
-    config = replace(
-        model_of("hd128-fp16").config,
-        hidden_size=512,
-        intermediate_size=192,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        num_hidden_layers=3,
-        vocab_size=264,
-    )
-    model = Qwen3.from_pretrained(make_checkpoint(tmp_path, config, "float16", std=0.1), device="emulated")
+    model = three_layers(tmp_path, intermediate_size=192, head_dim=64, vocab_size=264)
     scene = Scene(model, lengths, steps=2)
     layout = plan_layout(model.config, len(lengths), 5, shared_kb << 10)
     assert isinstance(layout, Layout)
