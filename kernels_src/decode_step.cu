@@ -260,15 +260,14 @@ __global__ void __launch_bounds__(THREADS, 1)
     if (PAIRS && !attention.couples && stream.due == O) stream.template fill_unit<1>();  // behind the items of single warps
     if (DIRECT && OVERLAY) __syncthreads();  // the values may be overwritten
     if (!attention.couples) {
-      MergeMemory &memory = *reinterpret_cast<MergeMemory *>(shared + Shared::kv);
       if constexpr (DIRECT) {
         __syncthreads();  // the values may be overwritten
         meet_senders();
-        merge_received(attention, memory);
+        merge_received(attention, *reinterpret_cast<ReceivedParts *>(shared + Shared::kv));
       } else {
         barrier.arrive();
         barrier.wait();
-        merge_long(attention, memory);
+        merge_long(attention, *reinterpret_cast<MergeMemory *>(shared + Shared::kv));
       }
     }
     MARK(plan, 22);

@@ -545,8 +545,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "    if (couple) named_barrier_sync(1 + TEAMS, TEAMS * TEAM_THREADS);\n    const bool second",
         "    const bool second",
     ),
-    Mutant("decode/merge.cuh", "chunks of the rounds before forgotten", "float base = M;", "float base = -CUKERN_INF;"),
-    Mutant("decode/merge.cuh", "largest score so far of one chunk alone", "fmaxf(base, before);", "base;"),
+    Mutant("decode/merge.cuh", "chunks of the rounds before forgotten", "lane == 0 ? M : fmaxf", "fmaxf"),
+    Mutant("decode/merge.cuh", "largest score so far of one chunk alone", "fmaxf(top, m[i])", "m[i]"),
+    Mutant("decode/merge.cuh", "one buffer for all rounds", "buffer ^= 1", "buffer ^= 0"),
     Mutant("decode/attention.cuh", "key past the sequence", "(e & 1) >= length", "(e & 1) > length"),
     Mutant(
         "decode/product.cuh",
