@@ -10,13 +10,14 @@
 //           pairs of sequence and key/value head are worked on `together` that their keys and values stay in L2.
 // Template  T half | bf16; D multiple of 16 up to 256; Paged; Warps 4 | 8; Stages of K/V tiles 1 | 2; Chunk (numerics).
 //           D <= 128: a warp owns 16 query rows. Two stages: a step is a chunk, p of all its keys first, then its products
-//           with V for a few columns after the other, merged at once: no accumulator of all columns stands beside the totals,
-//           and scores of the next tile can be under way beside a softmax. One stage: a step is a tile. D > 128 (8 warps, 1
+//           with V for one half of the columns after the other, merged at once: no accumulator of all columns stands beside the
+//           totals, and scores of the next tile can be under way beside a softmax. One stage: a step is a tile. D > 128 (8 warps, 1
 //           stage): two warps share 16 rows; both compute all scores, each owns half of the columns of V. Shared memory:
 //           (Rows + 2 * Stages * 64) * D * 2 bytes, at most 96 KB.
 // Numerics  tiles of 64 keys, chunks of Chunk keys from key 0, merged in ascending order by common/softmax.cuh: the
 //           bits of a row do not depend on the tile height, the stages, the page layout or the rest of the batch.
-// Measured  37 % of 790 TFLOP/s (1 x 8,192, 16/8 heads x 128); H200, docs/performance.md
+// Measured  37 % of 790 TFLOP/s (1 x 8,192, 16/8 heads x 128), 0.97 of torch's flash (8 x 2,048, causal); chunks cost 3 to 4 %
+//           of one softmax over all keys; H200, docs/performance.md
 #include "common/kv_tile.cuh"
 #include "common/softmax.cuh"
 #include "ptx/mma.cuh"
@@ -143,11 +144,12 @@ __device__ __forceinline__ void attend_tile(const float (&s)[TILE / 8][4], float
 
 // A chunk's products with V, merged into the totals; Tiles 1: its first tile alone is seen. Columns come in blocks of 16,
 // Width at a time, each with all of its keys, so that only their sums take registers and not those of all columns. Endless: the
-// chunk has no end, its sums go on from the totals.
+// chunk has no end, its sums go on from the totals. always: true, but not to the compiler: without a branch between the halves
+// it begins products of both, has no registers for the last ones and lets each of them wait for the one before.
 template <class T, int D, int Tiles, bool Endless>
 __device__ __forceinline__ void add_chunk(float (&total)[D / 8][4], const u32 (&p)[2 * TILE / 16][4], const Running &chunk,
-                                          const ChunkMerge (&merge)[2], const T *values) {
-  constexpr int Blocks = D / 16, Width = D <= 64 ? 1 : 2, Groups = Tiles * TILE / 16;
+                                          const ChunkMerge (&merge)[2], const T *values, bool always) {
+  constexpr int Blocks = D / 16, Width = ceil_div(Blocks, 2), Groups = Tiles * TILE / 16;
   constexpr int Steps = ceil_div(Blocks, Width) * Groups;
   TileFragments<T, D> fragments;
   fragments.init(values, value_lane<D>());
@@ -160,8 +162,7 @@ __device__ __forceinline__ void add_chunk(float (&total)[D / 8][4], const u32 (&
   };
   float acc[2 * Width][4];
   load(0);
-#pragma unroll
-  for (int i = 0; i < Steps; ++i) {
+  auto step = [&](int i) {
     const int j = i % Groups, first = i / Groups * Width;
     if (i + 1 < Steps) load(i + 1);
 #pragma unroll
@@ -181,7 +182,12 @@ __device__ __forceinline__ void add_chunk(float (&total)[D / 8][4], const u32 (&
 #pragma unroll
           for (int e = 0; e < 4; ++e)
             total[2 * first + d][e] = Endless ? acc[d][e] : merge[e >> 1].add(total[2 * first + d][e], acc[d][e]);
-  }
+  };
+#pragma unroll
+  for (int i = 0; i < Groups; ++i) step(i);
+  if (Endless || D <= 64 || always)
+#pragma unroll
+    for (int i = Groups; i < Steps; ++i) step(i);
 }
 
 // Which sequence and which of its query tiles a slot of a packed batch stands for: sequence i owns the slots from
@@ -376,7 +382,17 @@ __global__ void __launch_bounds__(Warps * 32, Warps == 4 && Stages == 2 ? (D <= 
           chunk.template exponentials<T>(p[tile * TILE / 16 + part - 1], s, part - 1, c);
       };
       auto first = [&](int part) { softmax(s0, 0, part); };
-      auto second = [&](int part) { softmax(s1, 1, part); };
+      auto weigh = [&] {
+        if constexpr (!Endless) {
+          recall();
+          merge[0].weigh(chunk.m[0], c);
+          merge[1].weigh(chunk.m[1], c);
+        }
+      };
+      auto second = [&](int part) {
+        softmax(s1, 1, part);
+        if (part == 1) weigh();  // the maxima are known: beside the exponentials, after them everything would wait for it
+      };
       auto all = [&](auto parts) {
 #pragma unroll
         for (int part = 0; part < Parts; ++part) parts(part);
@@ -393,14 +409,14 @@ __global__ void __launch_bounds__(Warps * 32, Warps == 4 && Stages == 2 ? (D <= 
             score_tile<T, D, Parts>(s0, queries, s_k, second);
           else
             all(second);
-        }
+        } else
+          weigh();
         if constexpr (Endless) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) merge[i].M = chunk.m[i], merge[i].L = chunk.l[i];
         } else {
-          recall();
-          merge[0].step(chunk.m[0], chunk.l[0], c);
-          merge[1].step(chunk.m[1], chunk.l[1], c);
+          merge[0].add_sum(chunk.l[0]);
+          merge[1].add_sum(chunk.l[1]);
         }
         keep();
       }
@@ -411,9 +427,9 @@ __global__ void __launch_bounds__(Warps * 32, Warps == 4 && Stages == 2 ? (D <= 
       if (after * TILE < len) copy_keys(s_k, after, Early ? next : pages);
       cp_async_commit();
       if (both)
-        add_chunk<T, D, 2, Endless>(total, p, chunk, merge, s_v);
+        add_chunk<T, D, 2, Endless>(total, p, chunk, merge, s_v, group > 0);
       else if (seen)
-        add_chunk<T, D, 1, Endless>(total, p, chunk, merge, s_v);
+        add_chunk<T, D, 1, Endless>(total, p, chunk, merge, s_v, group > 0);
     }
     recall();
     __syncwarp();

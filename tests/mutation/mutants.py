@@ -396,6 +396,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("attention_prefill.cu", "pages of the wrong chunk", "Early ? next : pages", "pages"),
     Mutant("attention_prefill.cu", "merge forgotten", "        keep();\n", ""),
+    Mutant("attention_prefill.cu", "chunk not weighed", "if (part == 1) weigh();", ""),
+    Mutant("attention_prefill.cu", "chunk of one tile not weighed", "} else\n          weigh();", "}"),
     Mutant("attention_prefill.cu", "tile that nobody sees used", "both = (t + 1) * TILE < most", "both = seen"),
     Mutant(
         "attention_prefill.cu",
