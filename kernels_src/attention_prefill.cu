@@ -11,9 +11,9 @@
 // Template  T half | bf16; D multiple of 16 up to 256; Paged; Warps 4 | 8; Stages of K/V tiles 1 | 2; Chunk (numerics).
 //           D <= 128: a warp owns 16 query rows. Two stages: a step is a chunk, p of all its keys first, then its products
 //           with V for one half of the columns after the other, merged at once: no accumulator of all columns stands beside the
-//           totals, and scores of the next tile can be under way beside a softmax. One stage: a step is a tile. D > 128 (8 warps, 1
-//           stage): two warps share 16 rows; both compute all scores, each owns half of the columns of V. Shared memory:
-//           (Rows + 2 * Stages * 64) * D * 2 bytes, at most 96 KB.
+//           totals, and scores of the next tile can be under way beside a softmax. One stage: a step is a tile. D > 128
+//           (8 warps, 1 stage): two warps share 16 rows; both compute all scores, each owns half of the columns of V.
+//           Shared memory: (Rows + 2 * Stages * 64) * D * 2 bytes, at most 96 KB.
 // Numerics  tiles of 64 keys, chunks of Chunk keys from key 0, merged in ascending order by common/softmax.cuh: the
 //           bits of a row do not depend on the tile height, the stages, the page layout or the rest of the batch.
 // Measured  37 % of 790 TFLOP/s (1 x 8,192, 16/8 heads x 128), 0.97 of torch's flash (8 x 2,048, causal); chunks cost 3 to 4 %
