@@ -46,7 +46,8 @@ __device__ __forceinline__ void fetch_norms(const LayerPointers &layer, const La
   fetch(next->k_norm, HEAD_DIM);
 }
 
-// State of each sequence, tables of this block's work, the rotations: everything that stays the same for the whole step.
+// State of each sequence, tables of this block's work, the rotations: everything that stays the same for the whole step. The
+// caller's block barrier follows, before which the weights can be asked for.
 template <class T>
 __device__ __forceinline__ void prepare(unsigned char *shared, const int *token_ids, const int *positions, const i64 *slots,
                                         const int *tables, const int *seq_lens, const LayerPointers *layers, const T *head,
@@ -56,48 +57,59 @@ __device__ __forceinline__ void prepare(unsigned char *shared, const int *token_
   Plan &plan = *reinterpret_cast<Plan *>(shared + Shared::plan);
   float *const rotations = reinterpret_cast<float *>(shared + Shared::rotations);
   const int thread = threadIdx.x;
+  // Rows of q and p beyond the heads of an item are of no use, but are read.
+  for (int i = thread; i < TEAMS * TeamShared::bytes / 16; i += THREADS)
+    reinterpret_cast<uint4 *>(shared + Shared::teams)[i] = make_uint4(0, 0, 0, 0);
+  // What comes from memory is the work of different warps, so that they wait for it side by side.
+  constexpr int Pointers = LAYERS * (int)(sizeof(LayerPointers) / 8), Owners = ROWS <= 2 ? 64 : 256;
+  int longest = 0;
+#pragma unroll
+  for (int row = 0; row < ROWS; ++row) longest = max(longest, seq_lens[row]);
+  const bool spared = longest <= TEAMS * KEYS;  // no sequence has more chunks than a block has teams, see Attention::couples
   if (thread < 5) {
-    plan.first[thread] = first_tile(thread, blockIdx.x);
-    plan.units[thread] = (first_tile(thread, blockIdx.x + 1) - plan.first[thread]) * product_units(thread);
+    plan.first[thread] = first_tile(thread, blockIdx.x, spared);
+    plan.units[thread] = (first_tile(thread, blockIdx.x + 1, spared) - plan.first[thread]) * product_units(thread);
     plan.dealt[thread] = in_runs(thread) ? min(plan.units[thread], STREAMS) : plan.units[thread];
+  } else if (thread < 32) {
+    if (thread == 5) plan.head = reinterpret_cast<u64>(head);
+    if (thread == 6) *reinterpret_cast<uint4 *>(shared + Shared::zeros) = make_uint4(0, 0, 0, 0);
+  } else if (thread < 64) {
+    const int self = thread - 32;
+    if (self < ROWS) {
+      RowState row;
+      row.slot = slots[self];
+      row.length = (int)min((i64)max(seq_lens[self], 0), min((i64)max_blocks << page_shift, (i64)0x7fffffff));
+      row.chunks = max(1, ceil_div(row.length, KEYS));
+      row.first_item = 0;
+      row.embedding = token_ids[self] >= 0 && token_ids[self] < VOCAB ? token_ids[self] : -1;
+      i64 position;
+      row.position_inside = table_row(positions[self], rope_length, position);
+      const int last = row.length - 1;
+      row.slot_of_last =
+          last >= 0 && row.slot >= 0 && row.slot < (i64)num_blocks << page_shift &&
+          row.slot == ((i64)tables[(i64)self * max_blocks + (last >> page_shift)] << page_shift) +
+                          (last & ((1 << page_shift) - 1));
+      rows[self] = row;
+    }
+  } else if (thread < 64 + Owners) {
+    // This block's columns of the residual stream.
+    float *const own = reinterpret_cast<float *>(shared + Shared::own);
+    const int first = first_tile(O, blockIdx.x, spared) * 8, columns = first_tile(O, blockIdx.x + 1, spared) * 8 - first;
+    for (int i = thread - 64; i < ROWS * columns; i += Owners) {
+      const int row = i / columns, column = i % columns, id = token_ids[row];
+      own[row * OWNED * 8 + column] =
+          id < 0 || id >= VOCAB ? CUKERN_NAN : to_float(embedding[(i64)id * HIDDEN + first + column]);
+    }
+  } else {
+    for (int i = thread - 64 - Owners; i < Pointers; i += THREADS - 64 - Owners)
+      reinterpret_cast<u64 *>(plan.layers)[i] = reinterpret_cast<const u64 *>(layers)[i];
   }
-  constexpr int Pointers = LAYERS * (int)(sizeof(LayerPointers) / 8);
-  for (int i = thread; i < Pointers; i += THREADS)
-    reinterpret_cast<u64 *>(plan.layers)[i] = reinterpret_cast<const u64 *>(layers)[i];
-  if (thread == 0) plan.head = reinterpret_cast<u64>(head);
-  if (thread < ROWS) {
-    RowState row;
-    row.slot = slots[thread];
-    row.length = (int)min((i64)max(seq_lens[thread], 0), min((i64)max_blocks << page_shift, (i64)0x7fffffff));
-    row.chunks = max(1, ceil_div(row.length, KEYS));
-    row.first_item = 0;
-    row.embedding = token_ids[thread] >= 0 && token_ids[thread] < VOCAB ? token_ids[thread] : -1;
-    i64 position;
-    row.position_inside = table_row(positions[thread], rope_length, position);
-    const int last = row.length - 1;
-    row.slot_of_last =
-        last >= 0 && row.slot >= 0 && row.slot < (i64)num_blocks << page_shift &&
-        row.slot == ((i64)tables[(i64)thread * max_blocks + (last >> page_shift)] << page_shift) +
-                        (last & ((1 << page_shift) - 1));
-    rows[thread] = row;
-  }
-  for (int i = thread; i < ROWS * HEAD_DIM; i += THREADS) {
+  for (int i = THREADS - 1 - thread; i < ROWS * HEAD_DIM; i += THREADS) {
     i64 position;
     table_row(positions[i / HEAD_DIM], rope_length, position);
     rotations[i] = rope[position * HEAD_DIM + i % HEAD_DIM];
   }
-  // Rows of q and p beyond the heads of an item are of no use, but are read.
-  for (int i = thread; i < TEAMS * TeamShared::bytes / 16; i += THREADS)
-    reinterpret_cast<uint4 *>(shared + Shared::teams)[i] = make_uint4(0, 0, 0, 0);
-  if (thread == 0) *reinterpret_cast<uint4 *>(shared + Shared::zeros) = make_uint4(0, 0, 0, 0);
   __syncthreads();
-  float *const own = reinterpret_cast<float *>(shared + Shared::own);
-  const int columns = plan.units[O] / product_units(O) * 8;
-  for (int i = thread; i < ROWS * columns; i += THREADS) {
-    const int row = i / columns, column = i % columns, id = rows[row].embedding;
-    own[row * OWNED * 8 + column] =
-        id < 0 ? CUKERN_NAN : to_float(embedding[(i64)id * HIDDEN + plan.first[O] * 8 + column]);
-  }
   if (thread == 0) {
     int items = 0;
     for (int row = 0; row < ROWS; ++row) {
@@ -105,7 +117,6 @@ __device__ __forceinline__ void prepare(unsigned char *shared, const int *token_
       items += rows[row].chunks * KV_HEADS;
     }
   }
-  __syncthreads();
 }
 
 template <int N> struct IntTag {
@@ -133,6 +144,7 @@ __global__ void __launch_bounds__(THREADS, 1)
              page_shift, num_blocks);
   WeightStream<T> stream(reinterpret_cast<T *>(shared) + stream_index() * RING_SLOTS * RING_ELEMENTS, plan);
   stream.start();
+  __syncthreads();  // the sequences' first items are known
   // This warp's next unit, counted from the start of the next product.
   int unit = stream_index() >= 0 ? stream_index() : 0x3fffffff;
 

@@ -17,6 +17,9 @@ struct Item {
   int row, kv_head, chunk;
 };
 
+// Whether what a second team leaves for the first one fits over its queries, which nobody reads any more.
+constexpr bool BY_WARPS = GROUP * (HEAD_DIM + TEAM_WARPS * 5) * 4 <= TeamShared::p;
+
 template <class T> struct Attention {
   unsigned char *shared;
   const RowState *rows;
@@ -31,7 +34,7 @@ template <class T> struct Attention {
   bool couples;                  // no sequence has more chunks than there are teams: nothing is left to merge
   bool alone;                    // a team has more than two items: every warp works for itself (decode/warp_attention.cuh)
 
-  __device__ __forceinline__ static int team() { return (int)(threadIdx.x / TEAM_THREADS); }
+  __device__ __forceinline__ static int team() { return this_thread() / TEAM_THREADS; }
   __device__ __forceinline__ static int team_thread() { return this_thread() % TEAM_THREADS; }
   __device__ __forceinline__ static void team_barrier() { named_barrier_sync(1 + team(), TEAM_THREADS); }
   template <class U> __device__ __forceinline__ U *mine(int offset) const {
@@ -224,65 +227,86 @@ template <class T> struct Attention {
     }
   }
 
-  // The query heads of an item unless they are there already; of the last chunk the new key and value too.
-  struct NewHeads {
-    Vec<T, HEAD_WIDTH> first, second;
-    int head, element;
-    bool active;
-  };
-  __device__ __forceinline__ NewHeads load_heads(const Item &i, bool queries_there) const {
-    NewHeads h;
-    const int self = team_thread();
-    h.head = self / HEAD_LANES;
-    h.element = self % HEAD_LANES * HEAD_WIDTH;
-    h.active = h.head >= (queries_there ? GROUP : 0) && h.head < GROUP + (is_last(i) ? 2 : 0) && h.element < HEAD_DIM / 2;
-    h.first = h.second = Vec<T, HEAD_WIDTH>{};
-    if ((self & ~31) >= (GROUP + 2) * HEAD_LANES) return h;  // the whole warp
-    if (h.active) {
-      const int from = h.head < GROUP ? i.kv_head * GROUP + h.head : HEADS + (h.head - GROUP) * KV_HEADS + i.kv_head;
-      const int column = from * HEAD_DIM + h.element;
-      qkv.receive16<QKV_SIZE, T>(h.first, h.second, i.row, column, column + HEAD_DIM / 2);
-    }
-    MARK(plan, 10);
-    const float sum = head_squares(h.first, h.second, HEAD_LANES);
-    if (h.active && h.head <= GROUP)
-      norm_rotate_head(h.first, h.second, sum,
-                       mine<float>(TeamShared::head_norms) + (h.head == GROUP ? HEAD_DIM : 0) + h.element,
-                       reinterpret_cast<const float *>(shared + Shared::rotations) + i.row * HEAD_DIM + h.element,
-                       HEAD_DIM, eps, rows[i.row].position_inside);
-    return h;
-  }
-  // Of every 16, elements 0 ... 3 are where ldmatrix gives them to lane 0, 4 ... 7 to lane 2, 8 ... 11 to lane 1, the rest to
-  // lane 3.
-  __device__ __forceinline__ void store_query(int row, int element, const Vec<T, HEAD_WIDTH> &v) const {
-    const u32 *const w = reinterpret_cast<const u32 *>(&v);
-    const int piece = element / 16 * 2, at = element / 8 & 1;
-    T *const q = mine<T>(TeamShared::q);
+  // The query heads of an item unless they are there already; of the last chunk the new key and value too. A warp takes a
+  // head: every HEAD_LANES lanes receive all of it and sum up its squares, then each of the first four such groups of lanes
+  // has two elements of every eight, and their rotation partners.
+  __device__ __forceinline__ void make_heads(const Item &i, bool queries_there, T *k_cache, T *v_cache) const {
+    constexpr int Half = HEAD_DIM / 2;
+    const int lane = team_thread() & 31, group = lane / HEAD_LANES, element = lane % HEAD_LANES * HEAD_WIDTH;
+    const int at = element + group % (HEAD_WIDTH / 2) * 2, heads = GROUP + (is_last(i) ? 2 : 0);
+    const bool inside = element < Half, stores = inside && group < HEAD_WIDTH / 2;
+    const float *const rotation = reinterpret_cast<const float *>(shared + Shared::rotations) + i.row * HEAD_DIM;
+#pragma unroll 1
+    for (int head = (queries_there ? GROUP : 0) + (team_thread() >> 5); head < heads; head += TEAM_WARPS) {
+      // Everything else is there before the head comes.
+      const bool query = head < GROUP, key = head == GROUP;
+      const float *const weight = mine<float>(TeamShared::head_norms) + (query ? 0 : HEAD_DIM);
+      float weights[2][2], cosines[2], sines[2];
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      reinterpret_cast<u32 *>(q + RowTile<HEAD_DIM>::at(row, piece + i % 2))[at + i / 2 * 2] = w[i];
+      for (int j = 0; j < 2; ++j) {
+        const int from = inside ? at + j : 0;
+        weights[0][j] = weight[from];
+        weights[1][j] = weight[from + Half];
+        cosines[j] = rotation[from];
+        sines[j] = rotation[from + Half];
+      }
+      // Where in shared memory they go, counted in words: two halves of a register.
+      u32 places = 0;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int to = at + half * Half, key_row = rows[i.row].length - 1 - i.chunk * KEYS;
+        const int bytes = query ? own_bytes(TeamShared::q) + query_place(head, to) * 2
+                          : key ? own_bytes(TeamShared::new_key) + to * 2
+                                : Shared::kv + (team() * KEYS * HEAD_DIM + RowTile<HEAD_DIM>::at(key_row, to / 8) + to % 8) * 2;
+        places |= (u32)bytes / 4 << 16 * half;
+      }
+      opaque(places);
+      Vec<T, HEAD_WIDTH> first{}, second{};
+      if (inside) {
+        const int from = query ? i.kv_head * GROUP + head : HEADS + (head - GROUP) * KV_HEADS + i.kv_head;
+        qkv.receive16<QKV_SIZE, T>(first, second, i.row, from * HEAD_DIM + element, from * HEAD_DIM + element + Half);
+      }
+      MARK(plan, 10);
+      u32 two[2] = {two_of(first, group), two_of(second, group)};
+      if (head <= GROUP) {
+        const float scale = rms_scale<HEAD_DIM>(head_squares(first, second, HEAD_LANES), eps);
+        Vec<T, 2> a = *reinterpret_cast<const Vec<T, 2> *>(&two[0]), b = *reinterpret_cast<const Vec<T, 2> *>(&two[1]);
+        float y[2], z[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          y[j] = to_float(a.v[j]) * scale * weights[0][j];
+          z[j] = to_float(b.v[j]) * scale * weights[1][j];
+          rotate_pair(y[j], z[j], cosines[j], sines[j]);
+          if (!rows[i.row].position_inside) y[j] = z[j] = CUKERN_NAN;
+        }
+        two[0] = pack2<T>(y[0], y[1]);
+        two[1] = pack2<T>(z[0], z[1]);
+      }
+      MARK(plan, 11);
+      if (!stores) continue;
+      const RowState &row = rows[i.row];
+      if (query || row.slot_of_last)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) reinterpret_cast<u32 *>(shared)[places >> 16 * half & 0xffffu] = two[half];
+      if (query || row.slot < 0 || row.slot >= (i64)num_blocks << page_shift) continue;
+      const u32 cache_head = (u32)(row.slot >> page_shift) * KV_HEADS + (u32)i.kv_head;
+      T *const target = (key ? k_cache : v_cache) +
+                        (i64)((cache_head << page_shift) + ((u32)row.slot & ((1 << page_shift) - 1))) * HEAD_DIM + at;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) *reinterpret_cast<u32 *>(target + half * Half) = two[half];
+    }
   }
-  __device__ __forceinline__ void place_heads(const Item &i, const NewHeads &h, T *k_cache, T *v_cache) const {
-    if (!h.active) return;
-    const int other = h.element + HEAD_DIM / 2;
-    if (h.head < GROUP) {
-      store_query(h.head, h.element, h.first);
-      store_query(h.head, other, h.second);
-      return;
-    }
-    const RowState &row = rows[i.row];
-    const bool key = h.head == GROUP;
-    if (row.slot_of_last) {
-      T *const tile = values(), *const new_key = mine<T>(TeamShared::new_key);
-      const int at = row.length - 1 - i.chunk * KEYS;
-      store_vec(key ? new_key + h.element : tile + RowTile<HEAD_DIM>::at(at, h.element / 8), h.first);
-      store_vec(key ? new_key + other : tile + RowTile<HEAD_DIM>::at(at, other / 8), h.second);
-    }
-    if (row.slot < 0 || row.slot >= (i64)num_blocks << page_shift) return;
-    T *const target =
-        (key ? k_cache : v_cache) + slot_offset(row.slot, i.kv_head, KV_HEADS, 1 << page_shift, HEAD_DIM) + h.element;
-    store_vec(target, h.first);
-    store_vec(target + HEAD_DIM / 2, h.second);
+  // The two of a lane's eight elements that belong to its group of lanes.
+  __device__ __forceinline__ static u32 two_of(const Vec<T, HEAD_WIDTH> &v, int group) {
+    const u32 *const w = reinterpret_cast<const u32 *>(&v);
+    const u32 low = group & 1 ? w[1] : w[0], high = group & 1 ? w[3] : w[2];
+    return group & 2 ? high : low;
+  }
+  __device__ __forceinline__ static int own_bytes(int offset) { return Shared::teams + team() * TeamShared::bytes + offset; }
+  // Of every 16, elements 0 ... 3 are where ldmatrix gives them to lane 0, 4 ... 7 to lane 2, 8 ... 11 to lane 1, the rest to
+  // lane 3. Element: even.
+  __device__ __forceinline__ static int query_place(int row, int element) {
+    return RowTile<HEAD_DIM>::at(row, element / 16 * 2 + (element / 2 & 1)) + ((element / 8 & 1) + (element / 4 & 1) * 2) * 2;
   }
 
   // One item of this team. The copies of its values are committed, `later` ring fills ago (next_keys may add to them).
@@ -299,11 +323,9 @@ template <class T> struct Attention {
     T *const p = mine<T>(TeamShared::p);
 
     if (!queries_there || is_last(i)) {
-      const NewHeads heads = load_heads(i, queries_there);
-      MARK(plan, 11);
-      place_heads(i, heads, k_cache, v_cache);
-      MARK(plan, 12);
       keys.exchange();
+      make_heads(i, queries_there, k_cache, v_cache);
+      MARK(plan, 12);
       team_barrier();
       if (is_fresh(i) && (length - 1 - key0) >> 4 == warp) {
 #pragma unroll
@@ -368,6 +390,16 @@ template <class T> struct Attention {
       }
     }
     MARK(plan, 16);
+    // Where a lane's columns of the output go, see send.
+    u32 places[Halves][2];
+#pragma unroll
+    for (int r = 0; r < Halves; ++r)
+#pragma unroll
+      for (int d = 0; d < 2; ++d) {
+        const int head = i.kv_head * GROUP + min(row + 8 * r, GROUP - 1);
+        places[r][d] = out.template pair_at<Q_SIZE, O>(i.row, head * HEAD_DIM + warp * 16 + d * 8 + column);
+        opaque(places[r][d]);
+      }
     wait_behind(later);
     team_barrier();  // p, the sums and the values are there
     MARK(plan, 17);
@@ -400,11 +432,11 @@ template <class T> struct Attention {
       }
     }
     MARK(plan, 18);
-    if (more || rows[i.row].chunks > 1) team_barrier();  // the values, p and the statistics may be overwritten
+    if (more || (!BY_WARPS && rows[i.row].chunks > 1)) team_barrier();  // the values, p and the statistics may be overwritten
     MARK(plan, 19);
     next_values();
     if (couples || rows[i.row].chunks == 1)
-      send(i, acc, m, l);
+      send(i, acc, m, l, places);
     else
       send_part(i, acc, m, l);
     MARK(plan, 20);
@@ -445,25 +477,27 @@ template <class T> struct Attention {
   }
 
   // The finished heads of a sequence of one chunk, or of a couple.
-  __device__ __forceinline__ void send(const Item &i, const float (&acc)[2][4], const float (&m)[2],
-                                       const float (&l)[2]) const {
-    constexpr int Halves = GROUP > 8 ? 2 : 1;
+  template <int Halves>
+  __device__ __forceinline__ void send(const Item &i, const float (&acc)[2][4], const float (&m)[2], const float (&l)[2],
+                                       const u32 (&places)[Halves][2]) const {
     const int self = team_thread();
     const int lane = self & 31, warp = self >> 5, t = lane & 3;
     const int row = lane >> 2, column = t * 2;
     const int chunks = rows[i.row].chunks;
     const bool member = HEAD_DIM == 16 * TEAM_WARPS || warp < HEAD_DIM / 16;
     const bool couple = TEAMS == 2 && couples && chunks == 2, again = ROWS * KV_HEADS > (int)gridDim.x;
-    // The second team's part, over its q and p: float [GROUP, HEAD_DIM]; over its sums l [16, 4] and m [16].
+    // The second team's part: float [GROUP, HEAD_DIM], then of every head the four l, then m. Where it fits over the queries,
+    // each warp leaves m and l too, and a warp of the first team waits for its partner alone; else they lie over the sums.
     float *const other = reinterpret_cast<float *>(shared + Shared::teams + TeamShared::bytes);
-    float *const other_l = other + TeamShared::key_sum / 4, *const other_m = other_l + 64;
+    float *const other_l = other + (BY_WARPS ? GROUP * HEAD_DIM + warp * GROUP * 5 : TeamShared::key_sum / 4);
+    float *const other_m = other_l + GROUP * 4;
     static_assert(GROUP * HEAD_DIM * 4 <= TeamShared::new_key, "the second team's part");
     if (couple && team() == 1) {
 #pragma unroll
       for (int r = 0; r < Halves; ++r) {
         const int head = row + 8 * r;
         if (head >= GROUP || !member) continue;
-        if (warp == 0) {
+        if (BY_WARPS || warp == 0) {
           other_l[head * 4 + t] = l[r];
           if (t == 0) other_m[head] = m[r];
         }
@@ -472,37 +506,39 @@ template <class T> struct Attention {
           store_vec(other + head * HEAD_DIM + warp * 16 + d * 8 + column, Vec<float, 2>{acc[d][2 * r], acc[d][2 * r + 1]});
       }
     }
-    if (couple) named_barrier_sync(1 + TEAMS, TEAMS * TEAM_THREADS);
     const bool second = couple && team() == 1;
+    ChunkMerge merge[Halves];
+    float total[Halves][2][2];
+#pragma unroll
+    for (int r = 0; r < Halves; ++r) {
+      merge[r].reset();
+      merge[r].step(m[r], l[r], c);
+#pragma unroll
+      for (int d = 0; d < 2; ++d)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) total[r][d][e] = merge[r].add(0.f, acc[d][2 * r + e]);
+    }
+    if (couple) named_barrier_sync(1 + TEAMS + (BY_WARPS ? warp : 0), BY_WARPS ? 64 : TEAMS * TEAM_THREADS);
 #pragma unroll
     for (int r = 0; r < Halves; ++r) {
       if (second) break;
       const int head = row + 8 * r;
       const bool used = head < GROUP && member;
-      ChunkMerge merge;
-      merge.reset();
-      merge.step(m[r], l[r], c);
-      float total[2][2];
-#pragma unroll
-      for (int d = 0; d < 2; ++d)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) total[d][e] = merge.add(0.f, acc[d][2 * r + e]);
       if (couple && used) {
-        merge.step(other_m[head], other_l[head * 4 + t], c);
+        merge[r].step(other_m[head], other_l[head * 4 + t], c);
 #pragma unroll
         for (int d = 0; d < 2; ++d) {
-          const Vec<float, 2> second = load_vec<float, 2>(other + head * HEAD_DIM + warp * 16 + d * 8 + column);
+          const Vec<float, 2> part = load_vec<float, 2>(other + head * HEAD_DIM + warp * 16 + d * 8 + column);
 #pragma unroll
-          for (int e = 0; e < 2; ++e) total[d][e] = merge.add(total[d][e], second.v[e]);
+          for (int e = 0; e < 2; ++e) total[r][d][e] = merge[r].add(total[r][d][e], part.v[e]);
         }
       }
-      const float norm = softmax_norm(quad_sum(merge.L));
+      const float norm = softmax_norm(quad_sum(merge[r].L));
       if (!used) continue;
 #pragma unroll
       for (int d = 0; d < 2; ++d)
-        out.send_pair<Q_SIZE, T, O>(i.row, (i.kv_head * GROUP + head) * HEAD_DIM + warp * 16 + d * 8 + column,
-                                    __fmul_rn(total[d][0], norm), __fmul_rn(total[d][1], norm));
+        out.template send_pair<T>(places[r][d], __fmul_rn(total[r][d][0], norm), __fmul_rn(total[r][d][1], norm));
     }
-    if (couple && again) named_barrier_sync(1 + TEAMS, TEAMS * TEAM_THREADS);  // the part may be overwritten
+    if (couple && again) named_barrier_sync(1 + TEAMS + TEAM_WARPS, TEAMS * TEAM_THREADS);  // the part may be overwritten
   }
 };

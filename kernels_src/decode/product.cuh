@@ -24,15 +24,24 @@ template <int P> __device__ __forceinline__ int pair_place(int pair) {
 template <int P> __device__ __forceinline__ int x_piece(int row, int i) {
   return row * x_pitch(product_k(P)) + i * 8 + (paired(P) ? i / (PAIR_SEGMENT / 8) * PAIR_PAD : 0);
 }
-// Four neighbouring columns.
-template <int P, class T> __device__ __forceinline__ void store_x(T *x, int row, int column, const float (&y)[4]) {
+// Where four neighbouring columns go: words from x to the first pair; and words from a row to the next, and from a column to
+// the one 1,024 further on.
+template <int P> __device__ __forceinline__ u32 x_place(int row, int column) {
+  if constexpr (!paired(P)) return (u32)(row * x_pitch(product_k(P)) + column) / 2;
+  const int place = pair_place<P>(column / 2);
+  return (u32)x_piece<P>(row, place / 4) / 2 + place % 4;
+}
+template <int P> __device__ constexpr int x_row_words() { return x_pitch(product_k(P)) / 2; }
+template <int P> __device__ constexpr int x_step_words() {
+  return (1024 + (paired(P) ? 1024 / PAIR_SEGMENT * PAIR_PAD : 0)) / 2;
+}
+template <int P, class T> __device__ __forceinline__ void store_x(T *x, u32 place, const float (&y)[4]) {
+  u32 *const to = reinterpret_cast<u32 *>(x) + place;
   if constexpr (paired(P)) {
-    const int place = pair_place<P>(column / 2);
-    u32 *const to = reinterpret_cast<u32 *>(x + x_piece<P>(row, place / 4)) + place % 4;
     to[0] = pack2<T>(y[0], y[1]);
     to[4] = pack2<T>(y[2], y[3]);
   } else {
-    store_floats<T, 4>(x + row * x_pitch(product_k(P)) + column, y);
+    store_floats<T, 4>(reinterpret_cast<T *>(to), y);
   }
 }
 
@@ -58,21 +67,36 @@ struct __align__(16) Link {
     for (int i = 0; i < 4; ++i) payload[i] = v[0][i];
   }
 
-  // Receiver: the product that takes the row as x, or one without an order of its own.
+  // Two neighbouring values of a row. Where they go, counted in words or in pairs of T or in floats, can be found before they
+  // are there. Receiver: the product that takes the row as x, or one without an order of its own.
+  template <int N, int Receiver = NOBODY> __device__ __forceinline__ u32 pair_at(int row, int column) const {
+    const u32 place = pair_place<Receiver>(column / 2);
+    if constexpr (DIRECT) return (u32)(row * (N / 2)) + ((place / 2 & 1) * (N / 8) + place / 4) * 2 + place % 2;
+    return (u32)(row * N + column) / 2;
+  }
+  template <class T> __device__ __forceinline__ void send_pair(u32 at, float first, float second) const {
+    const u32 pair = pack2<T>(first, second);
+    if constexpr (DIRECT)
+      send_word(words + at, pair, tag);
+    else
+      reinterpret_cast<u32 *>(words)[at] = pair;
+  }
+  template <int N> __device__ __forceinline__ u32 floats_at(int row, int column) const {
+    return (u32)(row * N) + (DIRECT ? ((column / 2 & 1) * (N / 4) + column / 4) * 2 : column);
+  }
+  __device__ __forceinline__ void send_floats(u32 at, float first, float second) const {
+    if constexpr (DIRECT)
+      send_words(words + at, __float_as_uint(first), __float_as_uint(second), tag);
+    else
+      store_vec(reinterpret_cast<float *>(words) + at, Vec<float, 2>{first, second});
+  }
+  // The same at once.
   template <int N, class T, int Receiver = NOBODY>
   __device__ __forceinline__ void send_pair(int row, int column, float first, float second) const {
-    const u32 pair = pack2<T>(first, second);
-    const int place = pair_place<Receiver>(column / 2);
-    if constexpr (DIRECT)
-      send_word(pair_of_words<N / 2>(row, place / 2) + (place & 1), pair, tag);
-    else
-      reinterpret_cast<u32 *>(words)[((i64)row * N + column) / 2] = pair;
+    send_pair<T>(pair_at<N, Receiver>(row, column), first, second);
   }
   template <int N> __device__ __forceinline__ void send_floats(int row, int column, float first, float second) const {
-    if constexpr (DIRECT)
-      send_words(pair_of_words<N>(row, column / 2), __float_as_uint(first), __float_as_uint(second), tag);
-    else
-      store_vec(reinterpret_cast<float *>(words) + (i64)row * N + column, Vec<float, 2>{first, second});
+    send_floats(floats_at<N>(row, column), first, second);
   }
   template <int N, class T> __device__ __forceinline__ Vec<T, 8> receive8(int row, int column) const {
     if constexpr (DIRECT) {
@@ -146,21 +170,22 @@ struct __align__(16) Link {
   }
 };
 
-// What is done with the finished sums of two neighbouring columns (of GATE_UP: two gates and their ups).
+// What is done with the finished sums of two neighbouring columns (of GATE_UP: two gates and their ups). Where their result
+// goes, at(row, column), can be found before they are there.
 template <int N, class T> struct StoreRounded {  // T [ROWS, N]
   const float *bias;
   Link out;
-  __device__ __forceinline__ void store(float a, float b, int row, int column) const {
+  __device__ __forceinline__ u32 at(int row, int column) const { return out.template pair_at<N>(row, column); }
+  __device__ __forceinline__ void store(u32 at, float a, float b, int row, int column) const {
     const LinearOutput<float> linear{bias, nullptr, nullptr, ROWS, N};
-    out.send_pair<N, T>(row, column, linear.finish(a, 0, column), linear.finish(b, 0, column + 1));
+    out.template send_pair<T>(at, linear.finish(a, 0, column), linear.finish(b, 0, column + 1));
   }
 };
 
 template <class T> struct StoreLogits {
   float *out;
-  __device__ __forceinline__ void store(float a, float b, int row, int column) const {
-    store_vec(out + (i64)row * VOCAB + column, Vec<float, 2>{a, b});
-  }
+  __device__ __forceinline__ u32 at(int row, int column) const { return (u32)(row * VOCAB + column); }
+  __device__ __forceinline__ void store(u32 at, float a, float b, int, int) const { store_vec(out + at, Vec<float, 2>{a, b}); }
 };
 
 // float [ROWS, HIDDEN]. A column of the residual stream always belongs to the same block, which keeps it in shared memory
@@ -170,12 +195,14 @@ template <class T> struct AddToResidual {
   float *own;
   Link out;
   int first_column;
-  __device__ __forceinline__ void store(float a, float b, int row, int column) const {
+  __device__ __forceinline__ u32 at(int row, int column) const { return out.template floats_at<HIDDEN>(row, column); }
+  __device__ __forceinline__ void store(u32 at, float a, float b, int row, int column) const {
     float *const mine = own + row * OWNED * 8 + column - first_column;
-    const LinearOutput<float> linear{bias, mine - column, nullptr, ROWS, HIDDEN};
-    mine[0] = linear.finish(a, column, column);
-    mine[1] = linear.finish(b, column + 1, column + 1);
-    out.send_floats<HIDDEN>(row, column, mine[0], mine[1]);
+    const Vec<float, 2> before = load_vec<float, 2>(mine);
+    const LinearOutput<float> linear{bias, nullptr, nullptr, ROWS, HIDDEN};
+    const Vec<float, 2> sum{before.v[0] + linear.finish(a, 0, column), before.v[1] + linear.finish(b, 0, column + 1)};
+    store_vec(mine, sum);
+    out.send_floats(at, sum.v[0], sum.v[1]);
   }
 };
 
@@ -184,8 +211,11 @@ template <class T> struct StoreSwiglu {  // T [ROWS, INTERMEDIATE]
   __device__ __forceinline__ static float swiglu(float gate, float up) {
     return silu_mul(to_float(from_float<T>(gate)), to_float(from_float<T>(up)));
   }
-  __device__ __forceinline__ void store(float gate_a, float gate_b, float up_a, float up_b, int row, int column) const {
-    out.send_pair<INTERMEDIATE, T, DOWN>(row, column, swiglu(gate_a, up_a), swiglu(gate_b, up_b));
+  __device__ __forceinline__ u32 at(int row, int column) const {
+    return out.template pair_at<INTERMEDIATE, DOWN>(row, column);
+  }
+  __device__ __forceinline__ void store(u32 at, float gate_a, float gate_b, float up_a, float up_b) const {
+    out.template send_pair<T>(at, swiglu(gate_a, up_a), swiglu(gate_b, up_b));
   }
 };
 
@@ -292,6 +322,8 @@ template <class T> struct Ahead {
     const int lane = this_thread() & 31, g = lane >> 2, t = lane & 3;
     const T *const from = x + g % ROWS * x_pitch(K) + (unit % Units * 2 + (g / ROWS & 1)) * (PAIR_SEGMENT + PAIR_PAD) + t * 8;
     float acc[4] = {0.f, 0.f, 0.f, 0.f};
+    u32 to = 16 * (unit * ROWS + t) + g;  // of the first column of two; found before the sums are there
+    opaque(to);
 #pragma unroll
     for (int two = 0; two < Steps / 2; ++two) {
       uint4 b = make_uint4(0, 0, 0, 0);
@@ -301,8 +333,8 @@ template <class T> struct Ahead {
     }
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const int column = 2 * t + e, half = column / ROWS, row = column % ROWS;
-      if (half < 2) partial[((2 * unit + half) * ROWS + row) * 8 + g] = half == 0 ? acc[e] : acc[2 + e];
+      const int half = (2 * t + e) / ROWS;
+      if (half < 2) partial[to + 8 * e] = half == 0 ? acc[e] : acc[2 + e];
     }
   }
 };
@@ -399,9 +431,9 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
         const int row = 2 * t + g % 2, column = g & ~1;
         if constexpr (P == GATE_UP) {
           const float up_a = __shfl_xor_sync(0xffffffffu, a, 16), up_b = __shfl_xor_sync(0xffffffffu, b, 16);
-          if (g < 4 && row < ROWS) out.store(a, b, up_a, up_b, row, (first + item) * 4 + column);
+          if (g < 4 && row < ROWS) out.store(out.at(row, (first + item) * 4 + column), a, b, up_a, up_b);
         } else if (row < ROWS) {
-          out.store(a, b, row, (first + item) * 8 + column);
+          out.store(out.at(row, (first + item) * 8 + column), a, b, row, (first + item) * 8 + column);
         }
       }
       if (!more) break;
@@ -460,9 +492,9 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
         const float a = acc[2 * h], b = acc[2 * h + 1];
         if constexpr (P == GATE_UP) {
           const float up_a = __shfl_xor_sync(0xffffffffu, a, 2), up_b = __shfl_xor_sync(0xffffffffu, b, 2);
-          if (t < 2 && g + 8 * h < ROWS) out.store(a, b, up_a, up_b, g + 8 * h, (first + tile) * 4 + 2 * t);
+          if (t < 2 && g + 8 * h < ROWS) out.store(out.at(g + 8 * h, (first + tile) * 4 + 2 * t), a, b, up_a, up_b);
         } else if (g + 8 * h < ROWS) {
-          out.store(a, b, g + 8 * h, (first + tile) * 8 + 2 * t);
+          out.store(out.at(g + 8 * h, (first + tile) * 8 + 2 * t), a, b, g + 8 * h, (first + tile) * 8 + 2 * t);
         }
       }
     }
@@ -472,31 +504,55 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
   unit -= dealt;
   MARK(stream.plan, Mark + 2);
 
+  // Two columns of a row, from the sums of their segments. What a thread has to do is known before the sums are there.
+  constexpr int Pairs = P == GATE_UP ? 2 : 4;
+  struct Columns {
+    int row, column, from;  // the first of their sums
+    u32 at;                 // where the result goes
+  };
+  auto columns_of = [&](int e) {
+    Columns c;
+    const int tile = e / (Pairs * ROWS), inside = e % Pairs * 2;
+    c.row = e / Pairs % ROWS;
+    c.column = (first + tile) * (2 * Pairs) + inside;
+    c.from = (tile * Segments * ROWS + c.row) * 8 + inside;
+    c.at = out.at(c.row, c.column);
+    return c;
+  };
+  auto add_up = [&](const Columns &c) {
+    const float *const sums = partial + c.from;
+    float a = -0.f, b = -0.f, up_a = -0.f, up_b = -0.f;  // -0 is the identity of addition
+#pragma unroll Segments <= 12 ? Segments : 6
+    for (int s = 0; s < Segments; ++s) {
+      const Vec<float, 2> v = load_vec<float, 2>(sums + s * ROWS * 8);
+      a += v.v[0];
+      b += v.v[1];
+      if (P == GATE_UP) {
+        const Vec<float, 2> up = load_vec<float, 2>(sums + s * ROWS * 8 + 4);
+        up_a += up.v[0];
+        up_b += up.v[1];
+      }
+    }
+    if constexpr (P == GATE_UP)
+      out.store(c.at, a, b, up_a, up_b);
+    else
+      out.store(c.at, a, b, c.row, c.column);
+  };
+  constexpr bool Once = Segments > 1 && PARTIALS / Segments * ROWS * Pairs <= THREADS;
+  Columns mine_to_add{};
+  if constexpr (Once) {
+    mine_to_add = columns_of(self);
+    u32 *const known = reinterpret_cast<u32 *>(&mine_to_add);
+#pragma unroll
+    for (int i = ROWS > 1 ? 0 : 1; i < 4; ++i) opaque(known[i]);
+  }
+  const int columns_to_add = units / product_units(P) * ROWS * Pairs;
   __syncthreads();  // the sums are there, and x may be overwritten
   MARK(stream.plan, Mark + 3);
-  if constexpr (Segments > 1) {
-    constexpr int Pairs = P == GATE_UP ? 2 : 4;
-    const int tiles = units / product_units(P);
-    for (int e = self; e < tiles * ROWS * Pairs; e += THREADS) {
-      const int column = e % Pairs * 2, row = e / Pairs % ROWS, tile = e / (Pairs * ROWS);
-      const float *const sums = partial + (tile * Segments * ROWS + row) * 8 + column;
-      float a = -0.f, b = -0.f, up_a = -0.f, up_b = -0.f;  // -0 is the identity of addition
-#pragma unroll Segments <= 8 ? Segments : 6
-      for (int s = 0; s < Segments; ++s) {
-        const Vec<float, 2> v = load_vec<float, 2>(sums + s * ROWS * 8);
-        a += v.v[0];
-        b += v.v[1];
-        if (P == GATE_UP) {
-          const Vec<float, 2> up = load_vec<float, 2>(sums + s * ROWS * 8 + 4);
-          up_a += up.v[0];
-          up_b += up.v[1];
-        }
-      }
-      if constexpr (P == GATE_UP)
-        out.store(a, b, up_a, up_b, row, (first + tile) * 4 + column);
-      else
-        out.store(a, b, row, (first + tile) * 8 + column);
-    }
+  if constexpr (Once) {
+    if (self < columns_to_add) add_up(mine_to_add);
+  } else if constexpr (Segments > 1) {
+    for (int e = self; e < columns_to_add; e += THREADS) add_up(columns_of(e));
   }
   MARK(stream.plan, Mark + 4);
   if constexpr (paired(P))

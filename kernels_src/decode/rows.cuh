@@ -25,6 +25,14 @@ struct NormWeights {
   }
 };
 
+// 1 / sqrt(sum / N + eps), every step rounded as in rms_norm.cu and head_norm.cuh: to multiply by a power of two is to divide,
+// and a rounded reciprocal is a rounded quotient, with fewer instructions.
+template <int N> __device__ __forceinline__ float rms_scale(float sum, float eps) {
+  constexpr bool PowerOfTwo = (N & (N - 1)) == 0;
+  const float mean = PowerOfTwo ? __fmul_rn(sum, 1.f / N) : __fdiv_rn(sum, (float)N);
+  return __frcp_rn(__fsqrt_rn(mean + eps));
+}
+
 // RMSNorm of all rows into x, in the order of rms_norm.cu (docs/numerics.md, item 3): the 256 threads of half a block are the
 // virtual lanes of a row. `read(v, row, column, wanted)` gives four elements of the residual stream at `column` and at every
 // 1,024 behind it, zeros behind the end. Ends with a block barrier.
@@ -33,6 +41,8 @@ __device__ __forceinline__ void norm_rows(T *x, float *groups, NormWeights &weig
   constexpr int Turns = ceil_div(ROWS, 2);                     // rows of a half
   constexpr bool Held = Turns * NORM_STEPS <= (PAIRS ? 2 : 5);  // else they are read again
   const int self = this_thread(), half = self >> 8, lane = self & 255;
+  u32 place = x_place<P>(half, lane * 4);
+  opaque(place);  // found while waiting
   Vec<float, 4> held[Held ? Turns : 1][NORM_STEPS];
 #pragma unroll
   for (int turn = 0; turn < Turns; ++turn) {
@@ -58,7 +68,7 @@ __device__ __forceinline__ void norm_rows(T *x, float *groups, NormWeights &weig
       float total = 0.f;
 #pragma unroll
       for (int group = 0; group < 8; ++group) total += groups[row * 8 + group];
-      const float scale = __fdiv_rn(1.f, __fsqrt_rn(__fdiv_rn(total, (float)HIDDEN) + eps));
+      const float scale = rms_scale<HIDDEN>(total, eps);
       if (!Held) read(v, row, lane * 4, true);
 #pragma unroll
       for (int step = 0; step < NORM_STEPS; ++step) {
@@ -67,7 +77,7 @@ __device__ __forceinline__ void norm_rows(T *x, float *groups, NormWeights &weig
           float y[4];
 #pragma unroll
           for (int j = 0; j < 4; ++j) y[j] = weights.v[step].v[j] * (v[step].v[j] * scale);
-          store_x<P>(x, row, column, y);
+          store_x<P>(x, place + turn * 2 * x_row_words<P>() + step * x_step_words<P>(), y);
         }
       }
     }

@@ -19,6 +19,8 @@ constexpr int INTERMEDIATE = MODEL_INTERMEDIATE, VOCAB = MODEL_VOCAB, LAYERS = M
 constexpr int GROUP = HEADS / KV_HEADS, Q_SIZE = HEADS * HEAD_DIM, QKV_SIZE = (HEADS + 2 * KV_HEADS) * HEAD_DIM;
 constexpr int WARPS = 16, THREADS = WARPS * 32;
 
+__device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
+
 // ---- products. Their order in a step: QKV, O, GATE_UP, DOWN in every layer, then HEAD: "phase" 0 ... 4 LAYERS.
 enum Product { QKV, O, GATE_UP, DOWN, HEAD };
 constexpr int PHASES = 4 * LAYERS + 1;
@@ -57,7 +59,28 @@ __device__ constexpr int product_units(int p) { return ceil_div(product_k(p), un
 __device__ constexpr bool in_runs(int p) {
   return STREAMS < WARPS && ROWS <= 8 && product_units(p) > 1 && unit_k(p) % RING_K == 0 && product_k(p) % unit_k(p) == 0;
 }
-__device__ __forceinline__ int first_tile(int p, int block) { return (int)((i64)product_tiles(p) * block / gridDim.x); }
+// While the heads are computed, everybody waits for a few blocks, the first ones (as long as no sequence has more chunks than a
+// block has teams). These get less of the products, so that they are early: no part of QKV if the others can take all of it in
+// one round of pairs, else what the others do not take without becoming later; of what is small, O and down, likewise.
+constexpr int HEAD_BLOCKS = ROWS * KV_HEADS;
+constexpr bool SPARED = HEAD_BLOCKS * 8 <= BLOCKS;
+__device__ constexpr int tiles_without(int p) {  // of each other block, at most
+  const int most = ceil_div(product_tiles(p), BLOCKS), all = ceil_div(product_tiles(p), larger(BLOCKS - HEAD_BLOCKS, 1));
+  return p == QKV && PAIRS && all * product_units(p) <= WARPS && all * product_segments(p) <= PARTIALS ? all : most;
+}
+__device__ constexpr int head_block_tiles(int p) {  // of all of them together
+  if (p != QKV && !(PAIRS && (p == O || p == DOWN))) return ceil_div(product_tiles(p) * HEAD_BLOCKS, BLOCKS);
+  return larger(product_tiles(p) - (BLOCKS - HEAD_BLOCKS) * tiles_without(p), 0);
+}
+__device__ __forceinline__ int first_tile(int p, int block, bool spared) {
+  if constexpr (SPARED)
+    if (spared) {
+      const int theirs = head_block_tiles(p), others = product_tiles(p) - theirs;
+      if (block <= HEAD_BLOCKS) return theirs * block / HEAD_BLOCKS;
+      return theirs + (int)((i64)others * (block - HEAD_BLOCKS) / (BLOCKS - HEAD_BLOCKS));
+    }
+  return (int)((i64)product_tiles(p) * block / BLOCKS);
+}
 
 static_assert(GROUP * KV_HEADS == HEADS && GROUP <= 16, "query heads of a key/value head are rows of one mma tile");
 static_assert(HEAD_DIM % 16 == 0 && HEAD_DIM <= 128, "a chunk of keys and values fits shared memory");
@@ -76,7 +99,6 @@ constexpr int PAIR_PAD = 32;  // and behind a segment, where segments are multip
 // x in shared memory: ROWS rows of K elements.
 __device__ constexpr int x_pitch(int k) { return k + PAD + (DIRECT ? k / 256 * PAIR_PAD : 0); }
 
-__device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int LONGEST_K = larger(larger(HIDDEN, Q_SIZE), INTERMEDIATE);
 constexpr int X_BYTES = ROWS * x_pitch(LONGEST_K) * 2;
 constexpr int TEAMS = ATTENTION_TEAMS, TEAM_WARPS = 8, TEAM_THREADS = TEAM_WARPS * 32;  // see decode/attention.cuh

@@ -20,8 +20,8 @@ __device__ __forceinline__ int this_thread() {
 // When an empty ring is filled, see WeightStream::refill: at the start of a product (its number), or while heads are computed.
 constexpr int NOT_DUE = -1, DUE_WITH_HEADS = HEAD + 1;
 // Clocks from the end of a block's part of QKV until the heads are where they are computed, which most blocks do not see.
-// H200, us a token: 460 at 2600, 457 at 3000, 464 at 3400, 475 at 3800.
-constexpr u32 HEADS_UNDER_WAY = 3000;
+// H200, us a token at contexts 127, 128, 140: 469, 476, 473 at 3000; 456, 460, 458 at 2400.
+constexpr u32 HEADS_UNDER_WAY = 2400;
 
 template <class T> struct WeightStream {
   static constexpr int Pieces = RING_K / 8, Rows = 32 / Pieces, Copies = 8 / Rows;  // of a row; rows at once; of a lane
@@ -134,11 +134,12 @@ template <class T> struct WeightStream {
     if (!read) return;
     next_unit();
     const int apart = (phase - P) & 3, distance = apart == 0 ? 4 : apart;  // phases from the unit that was read to the next
-    due = P == O                          ? (int)GATE_UP
-          : P == GATE_UP && distance == 2 ? (int)DOWN
-          : P != QKV && (phase & 3) == O  ? (int)QKV  // before the heads: their warps put off what is due with them
-                                          : DUE_WITH_HEADS;
-    if (distance == 1) fill_unit();
+    const bool spared = plan.units[QKV] == 0;  // between down and the heads such a block waits for nothing
+    due = P == O                                      ? (int)GATE_UP
+          : P == GATE_UP && (distance == 2 || spared) ? (int)DOWN
+          : P != QKV && (phase & 3) == O              ? (int)QKV  // before the heads: their warps put off what is due then
+                                                      : DUE_WITH_HEADS;
+    if (distance == 1 || (P == DOWN && spared)) fill_unit();
   }
   __device__ __forceinline__ void fill_due(int when) {
     if (due == when) fill_unit();
