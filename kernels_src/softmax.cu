@@ -17,6 +17,7 @@
 // Order of the sums: common/vocab.cuh. Special values: a row with NaN or +inf, or with nothing but -inf, gives NaN.
 #include "common/types.cuh"
 #include "common/vocab.cuh"
+#include "ptx/pdl.cuh"
 
 constexpr int WARPS = 8;  // per block, where warps work alone
 
@@ -62,7 +63,7 @@ __global__ void __launch_bounds__(most_tiles(Aligned) * 32)
   if (count > 1) {
     if ((threadIdx.x & 31) == 0) tiles[tile] = stats;
     __syncthreads();
-    stats = combine_tiles(tiles, count, CUKERN_LOG2E);
+    stats = combine_tiles<1>(tiles, count, CUKERN_LOG2E);
   }
   finish_tile<O, Aligned>(v, stats, out, n, tile, log);
 }
@@ -74,7 +75,8 @@ __global__ void __launch_bounds__(WARPS * 32)
     vocab_stats(const T *__restrict__ x, float2 *__restrict__ tiles, float *__restrict__ group_maxima,
                 u32 *__restrict__ counters, const float *__restrict__ temperatures, float temperature, float otherwise,
                 i64 rows, int n, int count) {
-  const i64 index = (i64)blockIdx.x * WARPS + (threadIdx.x >> 5), row = index / count;
+  grid_dependency_wait();
+  const i64 index = (i64)blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), row = index / count;
   const int tile = (int)(index - row * count), lane = threadIdx.x & 31;
   if (row >= rows) return;
   VocabTile v;
@@ -82,6 +84,7 @@ __global__ void __launch_bounds__(WARPS * 32)
   float group_max;
   const float t = temperatures ? temperatures[row] : temperature;
   const float2 stats = tile_stats(v, temperature_scale(t, otherwise), group_max);
+  grid_dependency_launch();  // not before: the few large blocks that follow should find the multiprocessors empty
   if (lane == 0) {
     tiles[index] = stats;
     if (counters && tile == 0) counters[row] = 0;
@@ -99,7 +102,7 @@ __global__ void __launch_bounds__(WARPS * 32)
   const int tile = (int)(index - row * count);
   VocabTile v;
   load_tile<T, Aligned>(v, x + row * n, n, tile);
-  const float2 stats = combine_tiles(tiles + row * count, count, CUKERN_LOG2E);
+  const float2 stats = combine_tiles<8>(tiles + row * count, count, CUKERN_LOG2E);
   finish_tile<O, Aligned>(v, stats, out + row * n, n, tile, log);
 }
 
@@ -109,10 +112,12 @@ __global__ void __launch_bounds__(WARPS * 32)
     token_logprobs(const T *__restrict__ x, const float2 *__restrict__ tiles, const I *__restrict__ targets,
                    const float *__restrict__ temperatures, float temperature, float *__restrict__ out, i64 rows, int n,
                    int count) {
+  grid_dependency_launch();
+  grid_dependency_wait();
   const i64 row = (i64)blockIdx.x * WARPS + (threadIdx.x >> 5);
   if (row >= rows) return;
   const float t = temperatures ? temperatures[row] : temperature;
-  const float2 stats = combine_tiles(tiles + row * count, count, temperature_scale(t, CUKERN_NAN));
+  const float2 stats = combine_tiles<8>(tiles + row * count, count, temperature_scale(t, CUKERN_NAN));
   if ((threadIdx.x & 31) == 0) {
     const i64 target = targets[row];
     const bool valid = target >= 0 && target < n;

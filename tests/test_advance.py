@@ -72,6 +72,24 @@ def test_many_steps(backend, rng, top, history):
     assert (expected.seq_lens == 0).all()  # every row came to its end
 
 
+@pytest.mark.parametrize("columns", [5, 3000, 300_000, 1_100_000])  # the last: more parts than a warp reads at once
+def test_parts_of_the_arg_max(backend, rng, columns):
+    x = rng.integers(0, 50, (5, columns)).astype(np.float16)
+    x[3, columns - 1] = x[4, columns // 2] = 99
+    x[1, columns // 3 :] = np.nan
+    tokens = reference.argmax(x)
+    assert len(set(tokens.tolist())) > 2
+    for history in (0, 7):
+        expected = state(rng, history=history)
+        expected.stop_ids[3, 1] = tokens[3]
+        on_device, by_reference = moved(expected, backend.put), moved(expected, np.copy)
+        reference.advance(tokens, expected, BLOCK)
+        ops.advance(ops.argmax(backend.put(x), parts=True), on_device, BLOCK)
+        assert_same(on_device, expected, backend.get)
+        reference.advance(reference.argmax(x, parts=True), by_reference, BLOCK)
+        assert_same(by_reference, expected, np.asarray)
+
+
 def one(rng, backend, tokens: list[int], **fields) -> StepState:
     """A step of two rows with some fields set by hand."""
     made = state(rng, rows=2, width=2, history=4 if "history_lengths" in fields else 0)
@@ -131,6 +149,9 @@ def test_bad_input(backend, rng):
     refused(ValueError, "block_size must be one of", block_size=8)
     refused(TypeError, "sampled has dtype int64", backend.put(np.zeros(5, np.int64)))
     refused(ValueError, "sampled has shape", backend.put(np.zeros(4, np.int32)))
+    refused(ValueError, "sampled has shape", backend.put(np.zeros((5, 0), np.uint64)))
+    refused(ValueError, "sampled has shape", backend.put(np.zeros((4, 2), np.uint64)))
+    refused(TypeError, "sampled has dtype int32", backend.put(np.zeros((5, 2), np.int32)))
     refused(TypeError, "slot_mapping has dtype int32", slot_mapping=np.zeros(5, np.int32))
     refused(ValueError, "positions has shape", positions=np.zeros(4, np.int32))
     refused(ValueError, "history_counts is missing", history_counts=None)

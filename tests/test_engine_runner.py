@@ -78,7 +78,7 @@ def test_layout_of_a_decode_step():
 def test_filters_that_no_row_uses_are_left_out(sampling, expected):
     seen = []
     ops = SimpleNamespace(
-        argmax=lambda logits: np.zeros(len(logits)),
+        argmax=lambda logits, **options: np.zeros(len(logits)),
         sample=lambda logits, **options: seen.append(options) or np.zeros(len(logits)),
     )
     params = [request([1], 0, [0], **s).sampling for s in sampling]

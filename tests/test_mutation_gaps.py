@@ -21,6 +21,9 @@ def test_row_of_more_parts_than_a_warp_has_lanes(backend: Any) -> None:
     np.testing.assert_array_equal(backend.get(ops.argmax(backend.put(x))), [290_001, 8192 * 34 + 5])
     drawn = backend.get(ops.sample(backend.put(x), temperature=0.2, seed=1))  # e^45 against 300,000 others
     np.testing.assert_array_equal(drawn, [290_001, 8192 * 34 + 5])
+    x[:, 7] = 5  # candidates in the first and the second round over the groups
+    drawn = backend.get(ops.sample(backend.put(x), temperature=0.1, seed=1, top_k=2))
+    np.testing.assert_array_equal(drawn, [290_001, 8192 * 34 + 5])
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])

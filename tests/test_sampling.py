@@ -12,7 +12,7 @@ import pytest
 
 import cukern
 from cukern import ops, reference
-from cukern.reference.sampling import exponential, philox
+from cukern.reference.sampling import exponential, philox, unpack
 
 HALF, BF16, FLOAT = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 DTYPES = pytest.mark.parametrize("dtype", [HALF, BF16, FLOAT], ids=lambda d: d.name)
@@ -172,6 +172,25 @@ def test_search(backend: Any, rng: np.random.Generator, n: int, by_mass: int) ->
         assert backend.get(out)[0] == low
 
 
+KTH = """
+#include "common/select.cuh"
+extern "C" __global__ void __launch_bounds__(SELECT_THREADS) kth(const u32 *keys, int n, int k, u32 *out) {
+  __shared__ SelectMemory memory;
+  out[threadIdx.x] = kth_largest(memory, (int)threadIdx.x < n ? keys[threadIdx.x] : 0xffffffffu, n, k);
+}
+"""
+
+
+@pytest.mark.parametrize("n", [1, 31, 149, 512])
+def test_kth_largest(backend: Any, rng: np.random.Generator, n: int) -> None:
+    kth, out = cukern.Kernel(KTH, "kth"), backend.put(np.zeros(512, np.uint32))
+    for most in (2**32 - 1, 7):  # without and with ties
+        keys = rng.integers(0, most, n, np.uint32)
+        for k in {1, 2, 20, n // 2, n} & set(range(1, n + 1)):
+            kth(1, 512, (backend.put(keys), n, k, out))
+            assert (backend.get(out) == np.sort(keys)[n - k]).all(), k
+
+
 # ---- arg-max
 
 
@@ -182,6 +201,11 @@ def test_argmax(backend: Any, rng: np.random.Generator, dtype: np.dtype, columns
     got = backend.get(ops.argmax(backend.put(x)))
     assert got.dtype == np.int32
     np.testing.assert_array_equal(got, x.astype(np.float32).argmax(1))
+    parts = backend.get(ops.argmax(backend.put(x), parts=True))
+    assert parts.dtype == np.uint64
+    assert parts.shape[0] == 3
+    np.testing.assert_array_equal(unpack(parts.max(1)), got)
+    np.testing.assert_array_equal(unpack(reference.argmax(x, parts=True).max(1)), got)
 
 
 @pytest.mark.parametrize("columns", [9, 3000, 20000])
@@ -241,6 +265,38 @@ def test_sample_from_a_vocabulary(backend: Any, rng: np.random.Generator, settin
         draw(backend, x, seed=11, position=np.arange(3), **setting),
         reference.sample(x, seed=11, position=np.arange(3), **setting),
     )
+
+
+@pytest.mark.parametrize("candidates", [1, 2, 31, 32, 33, 128, 129, 400])
+def test_candidates_of_equal_weight(backend: Any, rng: np.random.Generator, candidates: int) -> None:
+    """Ties lie at every edge. Few candidates are compared each with each, more are counted in bins."""
+    rows, columns = 4, 40960
+    x = np.full((rows, columns), -9.0, np.float32)
+    for row in x:
+        row[rng.choice(columns, candidates, replace=False)] = rng.integers(0, 7, candidates) / 4
+    seeds = np.arange(rows)
+    settings: list[dict[str, Any]] = [{"top_k": k} for k in (2, 20, 40, 200)]
+    settings += [{"top_k": k, "top_p": p} for k in (40, 200) for p in (0.1, 0.5, 0.8)]
+    settings += [{"top_p": 0.4}, {"top_k": 9, "min_p": 0.5}]
+    for setting in settings:
+        got = draw(backend, x, seed=seeds, position=candidates, temperature=0.7, **setting)
+        want = reference.sample(x, seed=seeds, position=candidates, temperature=0.7, **setting)
+        np.testing.assert_array_equal(got, want, str(setting))
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_top_p_that_is_met_exactly(backend: Any, rng: np.random.Generator, few: bool) -> None:
+    """Two tokens of weight 1 and four of 1/2, or fifty times as many: the first have one half of the mass."""
+    times, columns = (1, 9000) if few else (50, 4000)
+    rows, places = 60, rng.permutation(6 * times) * (columns // (6 * times))
+    x = np.full((rows, columns), -9.0, np.float32)
+    x[:, places] = 1
+    x[:, places[: 2 * times]] = 2
+    temperature = float(np.float32(1.4426950408889634))  # log2(e): a logit less is half the weight
+    for top_p, lowest in ((0.5, 2), (0.50001, 1)):
+        setting = {"temperature": temperature, "top_p": top_p, "top_k": 6 * times, "position": np.arange(rows)}
+        tokens = draw(backend, x, **setting)
+        assert x[0, tokens].min() == lowest
 
 
 def test_mixed_batch_and_rows_alone(backend: Any, rng: np.random.Generator) -> None:

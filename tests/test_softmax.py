@@ -64,7 +64,7 @@ def combine_contract(tiles: np.ndarray) -> np.ndarray:
 COMBINE = """
 #include "common/vocab.cuh"
 extern "C" __global__ void combine(const float *tiles, float *out, int count) {
-  const float2 row = combine_tiles(reinterpret_cast<const float2 *>(tiles), count, 1.f);
+  const float2 row = combine_tiles<2>(reinterpret_cast<const float2 *>(tiles), count, 1.f);
   if (threadIdx.x == 0) { out[0] = row.x; out[1] = row.y; }
 }
 """

@@ -91,7 +91,9 @@ def history_arrays(sequences: Listed[Sequence]) -> dict[str, np.ndarray]:
     }
 
 
-def draw(ops: ModuleType, logits: Any, at: Mapping[str, Any], flavour: Flavour) -> tuple[Any, Any, Any]:
+def draw(
+    ops: ModuleType, logits: Any, at: Mapping[str, Any], flavour: Flavour, *, parts: bool = False
+) -> tuple[Any, Any, Any]:
     """Draw a token from every row of logits, which are changed where there are penalties.
 
     Parameters
@@ -103,10 +105,12 @@ def draw(ops: ModuleType, logits: Any, at: Mapping[str, Any], flavour: Flavour) 
         The arrays of `sampling_arrays`, ``draw_positions`` int64 [R], and those of `history_arrays` for penalties; on
         the device.
     flavour : Flavour
+    parts : bool
+        For `advance`, which also takes what leads to the tokens.
 
     Returns
     -------
-    tokens : int32 [R]
+    tokens : int32 [R], or with `parts` perhaps uint64 [R, P]
     logprobs : float32 [R] or None
     top : (values float32 [R, n], ids int32 [R, n]) or None
         n is 20 or the size of the vocabulary.
@@ -138,7 +142,7 @@ def draw(ops: ModuleType, logits: Any, at: Mapping[str, Any], flavour: Flavour) 
             **filters,
         )
     else:
-        tokens = ops.argmax(logits)
+        tokens = ops.argmax(logits, parts=parts and not flavour.logprobs)
     temperature = at["logprob_temperature"]
     logprobs = ops.token_logprobs(raw, tokens, temperature) if flavour.logprobs else None
     n = min(MAX_TOP_LOGPROBS, int(logits.shape[1]))

@@ -352,7 +352,7 @@ class StepProgram:
             if self._keep_logits:
                 self.logits[flavour] = logits.copy()
             at = self._inputs if self._penalties is None else self._inputs | self._penalties.at
-            tokens, logprobs, top = draw(ops, logits, at, flavour)
+            tokens, logprobs, top = draw(ops, logits, at, flavour, parts=True)
             ops.advance(tokens, self._state(flavour), self.cache.block_size, logprobs=logprobs, top=top)
 
     def _state(self, flavour: Flavour) -> StepState:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cukern.jit import kernel
+from cukern.jit import device, kernel
 from cukern.ops._arrays import CTYPES, FLOAT32, Array, Place, broadcast_rows, check_dtype
 from cukern.ops._numerics import VOCAB_TILE
 from cukern.ops._rows import FLOATS, Variant, allowed_floats, ceil_div
@@ -15,6 +15,7 @@ from cukern.ops._rows import FLOATS, Variant, allowed_floats, ceil_div
 __all__ = [
     "LOG2E",
     "WARPS",
+    "block_warps",
     "check_columns",
     "check_logits",
     "row_template",
@@ -61,6 +62,11 @@ def tiles_of(columns: int) -> int:
     return ceil_div(columns, VOCAB_TILE)
 
 
+def block_warps(tiles: int) -> int:
+    """Warps of a block that takes a tile a warp: two where tiles are few, so that more multiprocessors take part."""
+    return WARPS if tiles > WARPS * device().sm_count else 2
+
+
 def temperature_arguments(function: str, temperature: Any, rows: int, place: Place) -> tuple[Array | None, float]:
     """Per-row array (or None) and the number for all rows: positive and finite where the host can see it."""
     if not hasattr(temperature, "__cuda_array_interface__") and not (
@@ -97,10 +103,12 @@ def tile_pass(
     count = tiles_of(columns)
     tiles = place.empty((rows, count, 2), FLOAT32)
     maxima = place.empty((rows, count * GROUPS), FLOAT32) if group_maxima else None
+    warps = block_warps(rows * count)
     kernel("softmax.cu", "vocab_stats", row_template(logits.dtype, columns))(
-        (ceil_div(rows * count, WARPS),),
-        (32 * WARPS,),
+        (ceil_div(rows * count, warps),),
+        (32 * warps,),
         (logits, tiles, maxima, counters, temperatures, temperature, otherwise, rows, columns, count),
+        pdl=True,
     )
     return tiles, maxima
 

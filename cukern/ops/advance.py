@@ -16,7 +16,8 @@ from cukern.reference.advance import StepState
 __all__ = ["StepState", "advance", "kernel_variants"]
 
 _NAME = "advance"
-_INT32, _INT64, _UINT32 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.uint32)
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
+_UINT32, _UINT64 = np.dtype(np.uint32), np.dtype(np.uint64)
 
 # array -> dtype and shape: B rows, W columns of tables, S stop tokens, R results, n likeliest tokens, C of a history
 _FIELDS: dict[str, tuple[np.dtype, str]] = {
@@ -58,6 +59,7 @@ def advance(
     Parameters
     ----------
     sampled : array [B], int32
+        Or [B, P], uint64: the parts that ``argmax(logits, parts=True)`` gives.
     state : StepState
         Changed in place, the tables and stop tokens excepted. The rings may be pinned host memory.
     block_size : int
@@ -90,11 +92,13 @@ def advance(
     s = state
     history = s.history_tokens is not None
     threads = 256 if history else 32
+    tokens, parts = (sampled, None) if sampled.ndim == 1 else (None, sampled)
     kernel("advance.cu", _NAME, (threads,))(
         (sizes["B"],),
         (threads,),
         (
-            sampled,
+            tokens,
+            parts,
             logprobs,
             top_values,
             top_ids,
@@ -120,7 +124,9 @@ def advance(
             sizes["R"],
             0 if top_values is None else sizes["n"],
             sizes.get("C", 0),
+            0 if parts is None else int(parts.shape[1]),
         ),
+        pdl=True,
     )
 
 
@@ -142,7 +148,10 @@ def _check(state: StepState, sampled: Array, logprobs: Array, top_values: Array,
     if sizes["R"] == 0:
         raise ValueError(f"{_NAME}: token_ring has no rows")
     rows = (sizes["B"],)
-    check_out(_NAME, sampled, rows, _INT32, name="sampled")
+    if sampled.ndim == 2 and sampled.shape[1] > 0:
+        check_out(_NAME, sampled, (*rows, int(sampled.shape[1])), _UINT64, name="sampled")
+    else:
+        check_out(_NAME, sampled, rows, _INT32, name="sampled")
     for name, array, ring, shape, dtype in (
         ("logprobs", logprobs, "logprob_ring", rows, FLOAT32),
         ("top[0]", top_values, "top_value_ring", (*rows, sizes.get("n", 0)), FLOAT32),

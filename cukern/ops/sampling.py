@@ -15,6 +15,7 @@ from cukern.ops._rows import FLOATS, Variant, ceil_div
 from cukern.ops._vocab import (
     LOG2E,
     WARPS,
+    block_warps,
     check_logits,
     row_template,
     temperature_arguments,
@@ -43,17 +44,20 @@ _PARAMETERS: dict[str, np.dtype] = {
 }
 
 
-def argmax(logits: Array) -> Array:
+def argmax(logits: Array, *, parts: bool = False) -> Array:
     """Index of the largest logit of each row.
 
     Parameters
     ----------
     logits : array [T, V], float16, bfloat16 or float32
+    parts : bool
+        Leave the last step to :func:`advance`, which takes the result instead of tokens.
 
     Returns
     -------
     array [T], int32
-        The lowest index on ties (-0 equals +0); NaN counts as largest, as in NumPy.
+        The lowest index on ties (-0 equals +0); NaN counts as largest, as in NumPy. With `parts` uint64 [T, P]: of each
+        part of a row a value by which they are ordered, and which holds the index.
 
     Raises
     ------
@@ -62,23 +66,29 @@ def argmax(logits: Array) -> Array:
     """
     place, (logits,) = place_arrays("argmax", logits=logits)
     rows, columns = check_logits("argmax", logits, place)
-    if rows == 0:
-        return place.empty((0,), _INT32)
     if place.kind == "reference":
-        return reference.argmax(logits)
-    return _argmax(contiguous(logits, place), rows, columns, place)
+        return reference.argmax(logits, parts=parts)
+    return _argmax(contiguous(logits, place), rows, columns, place, parts)
 
 
-def _argmax(logits: Array, rows: int, columns: int, place: Place) -> Array:
-    out = place.empty((rows,), _INT32)
-    splits = ceil_div(tiles_of(columns), WARPS)
-    best = place.empty((rows, splits), _UINT64) if splits > 1 else None
-    kernel("sampling.cu", "argmax_tiles", row_template(logits.dtype, columns))(
-        (rows * splits,), (32 * WARPS,), (logits, best, out, columns, splits)
-    )
-    if splits > 1:
-        kernel("sampling.cu", "argmax_rows")((ceil_div(rows, WARPS),), (32 * WARPS,), (best, out, rows, splits))
-    return out
+def _argmax(logits: Array, rows: int, columns: int, place: Place, parts: bool = False) -> Array:
+    count = tiles_of(columns)
+    warps = block_warps(rows * count)
+    splits = ceil_div(count, warps)
+    best = place.empty((rows, splits), _UINT64) if splits > 1 or parts else None
+    out = None if parts else place.empty((rows,), _INT32)
+    if rows:
+        kernel("sampling.cu", "argmax_tiles", row_template(logits.dtype, columns))(
+            (rows * splits,),
+            (32 * warps,),
+            (logits, best, out if best is None else None, columns, splits),
+            pdl=True,
+        )
+        if best is not None and out is not None:
+            kernel("sampling.cu", "argmax_rows")(
+                (ceil_div(rows, WARPS),), (32 * WARPS,), (best, out, rows, splits), pdl=True
+            )
+    return best if out is None else out
 
 
 def sample(
@@ -170,13 +180,14 @@ def sample(
     if filtered:
         thresholds = place.empty((rows,), FLOAT32)
         kernel("sampling.cu", "sample_threshold", template)(
-            (rows,), (_SELECT_THREADS,), (logits, tiles, maxima, thresholds, out, *arguments, columns, count)
+            (rows,), (_SELECT_THREADS,), (logits, tiles, maxima, thresholds, out, *arguments, columns, count), pdl=True
         )
     draw = (*arguments[:4], *arguments[6:])  # without top_p
     kernel("sampling.cu", "sample_draw", template)(
         (rows * splits,),
         (32 * WARPS,),
         (logits, tiles, thresholds, best, counters, out, *draw, columns, count, splits),
+        pdl=True,
     )
     return out
 
@@ -260,6 +271,7 @@ def top_logprobs(logits: Array, n: int, temperature: Any = 1.0) -> tuple[Array, 
         (rows,),
         (_SELECT_THREADS,),
         (logits, tiles, maxima, temperatures, number, values, ids, columns, tiles_of(columns), n),
+        pdl=True,
     )
     return values, ids
 

@@ -174,6 +174,7 @@ def token_logprobs(logits: Array, targets: Array, temperature: Any = 1.0) -> Arr
         (ceil_div(rows, WARPS),),
         (32 * WARPS,),
         (logits, tiles, targets, temperatures, number, out, rows, columns, tiles_of(columns)),
+        pdl=True,
     )
     return out
 

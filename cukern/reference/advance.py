@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from cukern.reference.sampling import unpack
+
 __all__ = ["StepState", "advance"]
 
 
@@ -68,6 +70,8 @@ def advance(
 ) -> None:
     """Record the drawn tokens and prepare the next step. See cukern.ops.advance."""
     s = state
+    if sampled.ndim == 2:
+        sampled = unpack(sampled.max(1))
     for row, token in enumerate(sampled.tolist()):
         at = int(s.counters[row]) % len(s.token_ring)
         s.counters[row] = (int(s.counters[row]) + 1) % 2**32

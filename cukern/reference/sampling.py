@@ -63,11 +63,17 @@ def check_parameter(function: str, name: str, value: Any, rows: int) -> Any:
     return operator.index(array.item()) if integer else float(numbers)
 
 
-def argmax(logits: np.ndarray) -> np.ndarray:
+def argmax(logits: np.ndarray, *, parts: bool = False) -> np.ndarray:
     """Index of the largest logit of each row, int32; lowest on ties, NaN counts as largest. See cukern.ops.argmax."""
     if logits.ndim != 2 or logits.shape[1] == 0:
         raise ValueError(f"argmax: logits has shape {logits.shape}, expected [T, V] with at least one column")
-    return np.argmax(widen(logits), axis=1).astype(np.int32)
+    tokens = np.argmax(widen(logits), axis=1).astype(np.int32)
+    return (~tokens).view(np.uint32).astype(np.uint64)[:, None] if parts else tokens
+
+
+def unpack(best: np.ndarray) -> np.ndarray:
+    """Tokens, int32, of values that order tokens: the complement of one is the low half of its value."""
+    return ~best.astype(np.uint32).view(np.int32)
 
 
 def philox(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:

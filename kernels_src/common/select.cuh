@@ -9,11 +9,11 @@
 constexpr int SELECT_THREADS = 512;
 constexpr int SELECT_BINS = 1024;
 constexpr int SELECT_LIST = 4096;
+constexpr int SELECT_FEW = 128;  // candidates that one warp compares each with each
 constexpr float MASS_ONE = 1099511627776.f;  // 2^40: the mass of the most probable token
 
-// Unsigned integers in the order of the floats; NaN is largest, both zeros are equal.
+// Unsigned integers in the order of the floats; both zeros are equal. Not for NaN.
 __device__ __forceinline__ u32 order_key(float x) {
-  if (x != x) return 0xffffffffu;
   const u32 bits = __float_as_uint(x + 0.f);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
@@ -27,12 +27,9 @@ __device__ __forceinline__ u32 packed_key(u64 x) { return (u32)(x >> 32); }
 __device__ __forceinline__ int packed_index(u64 x) { return (int)~(u32)x; }
 
 __device__ __forceinline__ u64 warp_max(u64 x) {
-#pragma unroll
-  for (int step = 16; step > 0; step >>= 1) {
-    const u64 other = __shfl_xor_sync(0xffffffffu, x, step);
-    x = other > x ? other : x;
-  }
-  return x;
+  const u32 high = __reduce_max_sync(0xffffffffu, (u32)(x >> 32));
+  const u32 low = __reduce_max_sync(0xffffffffu, (u32)(x >> 32) == high ? (u32)x : 0u);
+  return (u64)high << 32 | low;
 }
 __device__ __forceinline__ u64 warp_sum(u64 x) {
 #pragma unroll
@@ -49,9 +46,19 @@ __device__ __forceinline__ u64 warp_prefix(u64 x) {
   return x;
 }
 
+__device__ __forceinline__ u32 warp_prefix32(u32 x) {
+#pragma unroll
+  for (int step = 1; step < 32; step <<= 1) {
+    const u32 below = __shfl_up_sync(0xffffffffu, x, step);
+    if ((int)(threadIdx.x & 31) >= step) x += below;
+  }
+  return x;
+}
+
 struct SelectMemory {
   u64 list[SELECT_LIST];                       // candidates, pack_key, in no particular order
-  u32 low[SELECT_BINS], high[SELECT_BINS];     // halves of the 64-bit sums
+  __align__(16) u32 low[SELECT_BINS];          // halves of the 64-bit sums
+  u32 high[SELECT_BINS];
   u64 warps[SELECT_THREADS / 32];
   u64 above;
   int bin, count;
@@ -118,6 +125,28 @@ __device__ __forceinline__ u64 block_sum(SelectMemory &memory, u64 x) {
   for (int w = 0; w < SELECT_THREADS / 32; ++w) x += memory.warps[w];
   __syncthreads();
   return x;
+}
+
+// The k-th largest of n keys, 1 <= k <= n <= SELECT_THREADS, of which thread i holds the i-th: each thread counts the keys
+// above its own. Called by the whole block.
+__device__ __forceinline__ u32 kth_largest(SelectMemory &memory, u32 key, int n, int k) {
+  const int thread = threadIdx.x;
+  memory.low[thread] = thread < n ? key : 0;
+  __syncthreads();
+  u32 mine = 0xffffffffu;
+  if ((thread & ~31) < n) {
+    int above = 0;
+#pragma unroll 4
+    for (int i = 0; i < n; i += 4) {
+      const uint4 other = *reinterpret_cast<const uint4 *>(memory.low + i);
+      above += (other.x > key) + (other.y > key) + (other.z > key) + (other.w > key);
+    }
+    if (thread < n && above < k) mine = key;
+  }
+  mine = __reduce_min_sync(0xffffffffu, mine);
+  if ((thread & 31) == 0) memory.high[thread >> 5] = mine;
+  __syncthreads();
+  return __reduce_min_sync(0xffffffffu, memory.high[thread & (SELECT_THREADS / 32 - 1)]);
 }
 
 // Sum of the weights of all elements with a key of at least `low`.

@@ -93,14 +93,31 @@ __device__ __forceinline__ float2 tile_stats(const VocabTile &v, float c, float 
 }
 
 // (M, S) of a row from its tiles, for a whole warp: S = sum exp((x - M) / temperature), at least 1 if M is finite.
-// S is NaN if the row holds NaN or +inf, and 0 if it holds nothing but -inf.
-__device__ __forceinline__ float2 combine_tiles(const float2 *tiles, int count, float c) {
+// S is NaN if the row holds NaN or +inf, and 0 if it holds nothing but -inf. Batch: loads of a lane that are under way
+// together; a tile that is not there adds nothing.
+template <int Batch> __device__ __forceinline__ float2 combine_tiles(const float2 *tiles, int count, float c) {
+  const int lane = threadIdx.x & 31;
+  auto tile = [&](int t) { return t < count ? tiles[t] : make_float2(-CUKERN_INF, 0.f); };
   float m = -CUKERN_INF;
-  for (int t = threadIdx.x & 31; t < count; t += 32) m = fmaxf(m, tiles[t].x);
+#pragma unroll 1
+  for (int first = lane; first < count; first += 32 * Batch) {
+    float x[Batch];
+#pragma unroll
+    for (int j = 0; j < Batch; ++j) x[j] = tile(first + 32 * j).x;
+#pragma unroll
+    for (int j = 0; j < Batch; ++j) m = fmaxf(m, x[j]);
+  }
   m = warp_reduce<Max>(m);
   const float base = m == -CUKERN_INF ? 0.f : m;
   float s = 0.f;
-  for (int t = threadIdx.x & 31; t < count; t += 32) s = fmaf(tiles[t].y, exp2_approx((tiles[t].x - base) * c), s);
+#pragma unroll 1
+  for (int first = lane; first < count; first += 32 * Batch) {
+    float2 x[Batch];
+#pragma unroll
+    for (int j = 0; j < Batch; ++j) x[j] = tile(first + 32 * j);
+#pragma unroll
+    for (int j = 0; j < Batch; ++j) s = fmaf(x[j].y, exp2_approx((x[j].x - base) * c), s);
+  }
   return make_float2(m, warp_reduce<Sum>(s));
 }
 

@@ -181,7 +181,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "const float base = m == -CUKERN_INF ? 0.f : m;\n#pragma",
         "const float base = m;\n#pragma",
     ),
-    Mutant("common/vocab.cuh", "tiles counted twice", "t += 32) s = fmaf", "t += 16) s = fmaf"),
+    Mutant("common/vocab.cuh", "tiles counted twice", "x[j] = tile(first + 32 * j);", "x[j] = tile(first + 16 * j);"),
     Mutant("common/vocab.cuh", "shared butterfly one step short", "step >= 4; step >>= 1", "step >= 8; step >>= 1"),
     Mutant(
         "common/vocab.cuh",
@@ -209,7 +209,20 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("sampling.cu", "word of the neighbour", "index & 1 ? words.w : words.z", "index & 1 ? words.z : words.w"),
     Mutant("sampling.cu", "min-p excludes its bound", "!(p >= min_p)", "!(p > min_p)"),
-    Mutant("sampling.cu", "list one too long", "take && at < SELECT_LIST", "take && at <= SELECT_LIST"),
+    Mutant("sampling.cu", "one more than k of few", "above[slot] < f.top_k) mine", "above[slot] <= f.top_k) mine"),
+    Mutant("sampling.cu", "NaN has no place in the order", "nan ? 0xffffffffu : order_key(m)", "order_key(m)"),
+    Mutant("sampling.cu", "a tie counts as above", "if (other > key", "if (other >= key"),
+    Mutant("sampling.cu", "one past top-p of few", "mass_above[slot] < target", "mass_above[slot] <= target"),
+    Mutant(
+        "sampling.cu", "weights read before they are there", "  __syncwarp();\n#pragma unroll 4", "#pragma unroll 4"
+    ),
+    Mutant(
+        "sampling.cu",
+        "groups of the first round alone",
+        "if (base != warp) maxima.load(group_maxima, groups, base);",
+        "",
+    ),
+    Mutant("sampling.cu", "list one too long", "if (at < SELECT_LIST)", "if (at <= SELECT_LIST)"),
     Mutant(
         "sampling.cu",
         "missing barrier before the block's best",
@@ -217,7 +230,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "= best;\n  if (threadIdx.x < 32)",
     ),
     Mutant("sampling.cu", "ranks of ties collide", "rank += chosen[i] > mine", "rank += chosen[i] >= mine"),
-    Mutant("common/select.cuh", "NaN has no place in the order", "if (x != x) return 0xffffffffu;", ""),
+    Mutant("common/select.cuh", "k-th largest one too high", "above < k) mine", "above < k - 1) mine"),
+    Mutant(
+        "common/select.cuh",
+        "keys compared before they are there",
+        ": 0;\n  __syncthreads();\n  u32 mine",
+        ": 0;\n  u32 mine",
+    ),
     Mutant(
         "common/select.cuh",
         "bins added to before they are zero",
@@ -244,7 +263,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("penalties.cu", "presence without an occurrence", "if (count > 0) y", "if (count >= 0) y"),
     Mutant("penalties.cu", "token one past the vocabulary", "t >= vocab) continue", "t > vocab) continue"),
     Mutant("advance.cu", "ring one too short", "step % (u32)ring_length", "step % (u32)(ring_length - 1)"),
-    Mutant("advance.cu", "one step too many", "bool ends = left <= 0;", "bool ends = left < 0;"),
+    Mutant("advance.cu", "one step too many", "ends = left <= 0", "ends = left < 0"),
+    Mutant("advance.cu", "parts skipped", "first < parts; first += 32 * Batch", "first < parts; first += 64 * Batch"),
+    Mutant("advance.cu", "one stop token too few", "i < stops; i += 32", "i < stops - 1; i += 32"),
     Mutant("advance.cu", "page one past the table", "column < width ?", "column <= width ?"),
     Mutant("advance.cu", "history one past its end", "at < 0 && n < capacity", "at < 0 && n <= capacity"),
     Mutant(
