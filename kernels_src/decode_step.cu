@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(THREADS, 1)
 
     // ---- 2: attention
     const int item_count = attention.alone ? 0 : attention.item_count();
-    if (PAIRS) stream.fill_with_heads(item_count > 0 || attention.alone);
+    if (PAIRS || held_slots(QKV) > 0) stream.fill_with_heads(item_count > 0 || attention.alone);
     if (attention.alone) {
       const int self = this_thread();
       const float *const norms = reinterpret_cast<const float *>(self < HEAD_DIM ? w.q_norm : w.k_norm);

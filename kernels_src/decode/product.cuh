@@ -390,6 +390,7 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
       const int end = min(k0 + Segment, K);
       float acc[4] = {0.f, 0.f, 0.f, 0.f};
       int k = k0;
+      const bool hold = held_slots(P) > 0 && last - item < held_slots(P) * RING_K / Segment;
 #pragma unroll 1
       while (k + RING_K < end) {
         stream.find();
@@ -399,7 +400,10 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
         for (; k + RING_K < stop; k += RING_K) {
           halves.load_w(1, slot);
           __syncwarp();  // the slot is read
-          stream.copy();
+          if (held_slots(P) > 0 && hold)
+            stream.hold();
+          else
+            stream.copy();
           halves.multiply(acc, 0);
           slot = stream.front();
           halves.load_x(1, k);  // here, or the compiler lays all products before the wait and what is read next behind them
@@ -410,7 +414,10 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
       }
       halves.load_w(1, slot);
       __syncwarp();  // the slot is read
-      stream.fill();
+      if (held_slots(P) > 0 && hold)
+        stream.hold();
+      else
+        stream.fill();
       halves.multiply(acc, 0);
       halves.load_x(1, k);
       const bool more = Runs && item < last;

@@ -20,8 +20,12 @@ __device__ __forceinline__ int this_thread() {
 // When an empty ring is filled, see WeightStream::refill: at the start of a product (its number), or while heads are computed.
 constexpr int NOT_DUE = -1, DUE_WITH_HEADS = HEAD + 1;
 // Clocks from the end of a block's part of QKV until the heads are where they are computed, which most blocks do not see.
-// H200, us a token at contexts 127, 128, 140: 469, 476, 473 at 3000; 456, 460, 458 at 2400.
-constexpr u32 HEADS_UNDER_WAY = 2400;
+// H200, us a token at context 128: 0.6B 436 at 1600, 440 at 1900, 452 at 2400, 460 at 2650; 4B 2,207 at 2400, 2,213 at 3000.
+constexpr u32 HEADS_UNDER_WAY = PAIRS ? 1600 : 2400;
+// With few streams, that many slots of a ring are not filled behind their last reads in QKV, but then too. Of 7, us a token of
+// 4B: none 2,240, 2 2,224, 4 2,213, 6 2,250.
+constexpr int HELD = 4;
+__device__ constexpr int held_slots(int p) { return p == QKV && in_runs(p) && DIRECT && RING_SLOTS > HELD ? HELD : 0; }
 
 template <class T> struct WeightStream {
   static constexpr int Pieces = RING_K / 8, Rows = 32 / Pieces, Copies = 8 / Rows;  // of a row; rows at once; of a lane
@@ -34,10 +38,11 @@ template <class T> struct WeightStream {
   const T *source;         // this lane's first 16 bytes of the next chunk
   int row_step;            // elements to the row of its next 16 bytes
   int due;                 // with PAIRS: when this warp's empty ring is filled again
+  int held;                // slots that were read last and are not filled again, see held_slots
 
   __device__ __forceinline__ WeightStream(T *ring, const Plan &plan)
       : ring(ring), plan(plan), slot(0), issued(0), phase(0), unit(stream_index() - STREAMS), k_left(0), k_behind(0),
-        source(nullptr), row_step(0), due(NOT_DUE) {}
+        source(nullptr), row_step(0), due(NOT_DUE), held(0) {}
 
   template <int P> __device__ __forceinline__ void enter_unit() {
     constexpr int K = product_k(P), Units = product_units(P), Length = unit_k(P);
@@ -105,6 +110,19 @@ template <class T> struct WeightStream {
     slot = slot + 1 == RING_SLOTS ? 0 : slot + 1;
   }
 
+  // Instead of fill(). A group without copies, so that the order of groups says what it says otherwise.
+  __device__ __forceinline__ void hold() {
+    cp_async_commit();
+    ++issued;
+    ++held;
+    slot = slot + 1 == RING_SLOTS ? 0 : slot + 1;
+  }
+  __device__ __forceinline__ void fill_held() {
+    slot = slot >= held ? slot - held : slot - held + RING_SLOTS;
+    fill(held);
+    held = 0;
+  }
+
   // With PAIRS: the whole ring, which the whole warp has read, with the unit that next_unit() has found.
   template <int Unroll = PAIR_CHUNKS> __device__ __forceinline__ void fill_unit() {
     due = NOT_DUE;
@@ -144,15 +162,18 @@ template <class T> struct WeightStream {
   __device__ __forceinline__ void fill_due(int when) {
     if (due == when) fill_unit();
   }
-  // Behind QKV. A warp that computes heads fills its ring later: its keys come the same way.
+  // Behind QKV. A warp that computes heads has no time to wait: with PAIRS it fills its ring later, its keys come the same way.
   __device__ __forceinline__ void fill_with_heads(bool computes_heads) {
-    if (due != DUE_WITH_HEADS) return;
-    if (computes_heads) {
+    if (PAIRS ? due != DUE_WITH_HEADS : held == 0) return;
+    if (PAIRS && computes_heads) {
       due = O;
-    } else {
-      pause(HEADS_UNDER_WAY);
-      fill_unit();
+      return;
     }
+    if (!computes_heads) pause(HEADS_UNDER_WAY);
+    if (PAIRS)
+      fill_unit();
+    else
+      fill_held();
   }
 
   __device__ __forceinline__ void start() {
