@@ -180,7 +180,7 @@ __device__ __forceinline__ void gather(SelectMemory &memory, const T *row, const
         for (int i = 0; i < 4; ++i)
           if (column[j] + i < n && order_key(v[j][i]) >= low) taken |= 1u << (j * 4 + i);
       if (__any_sync(0xffffffffu, taken != 0)) {
-        const int here = (int)warp_prefix32(__popc(taken));
+        const int here = warp_prefix(__popc(taken));
         int at = 0;
         if (lane == 31) at = atomicAdd(&memory.count, here);
         at = __shfl_sync(0xffffffffu, at, 31) + here - __popc(taken);

@@ -37,19 +37,10 @@ __device__ __forceinline__ u64 warp_sum(u64 x) {
   return x;
 }
 // Sum over this lane and those below.
-__device__ __forceinline__ u64 warp_prefix(u64 x) {
+template <class V> __device__ __forceinline__ V warp_prefix(V x) {
 #pragma unroll
   for (int step = 1; step < 32; step <<= 1) {
-    const u64 below = __shfl_up_sync(0xffffffffu, x, step);
-    if ((int)(threadIdx.x & 31) >= step) x += below;
-  }
-  return x;
-}
-
-__device__ __forceinline__ u32 warp_prefix32(u32 x) {
-#pragma unroll
-  for (int step = 1; step < 32; step <<= 1) {
-    const u32 below = __shfl_up_sync(0xffffffffu, x, step);
+    const V below = __shfl_up_sync(0xffffffffu, x, step);
     if ((int)(threadIdx.x & 31) >= step) x += below;
   }
   return x;
