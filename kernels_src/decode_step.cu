@@ -162,16 +162,15 @@ __global__ void __launch_bounds__(THREADS, 1)
   Attention<T> attention{shared, rows, tables, max_blocks, page_shift, num_blocks, max_chunks, eps, c, part_acc, part_stats,
                          part_words, Link{attended, 0}, Link{qkv, 0}, plan};
   attention.choose();
-  const i64 cache_layer = ((i64)num_blocks * KV_HEADS << page_shift) * HEAD_DIM;
   auto layer_cache = [&](int layer) { return LayerCache<T>{k_cache, v_cache, layer, num_blocks, page_shift}; };
   auto fetch_first_item = [&](int layer) {
     stream.issued = 0;
-    if (attention.alone) return WarpAttention<T>(attention).start(layer_cache(layer));
+    if (attention.alone()) return WarpAttention<T>(attention).start(layer_cache(layer));
     if (attention.item_count() == 0) return cp_async_commit();
     const Item item = attention.first();
     const int first_pages = attention.first_pages();
-    attention.copy_values(item, first_pages, v_cache + layer * cache_layer);
-    attention.prefetch_keys(item, first_pages, k_cache + layer * cache_layer);
+    attention.copy_values(item, first_pages, layer_cache(layer).values());
+    if (attention.couples()) attention.prefetch_keys(item, first_pages, layer_cache(layer).keys());
   };
   NormWeights norm;
   // Of what other blocks have sent, or of the tokens' embeddings where the layer is 0.
@@ -217,9 +216,9 @@ __global__ void __launch_bounds__(THREADS, 1)
     if (OVERLAY) fetch_first_item(layer);
 
     // ---- 2: attention
-    const int item_count = attention.alone ? 0 : attention.item_count();
-    if (PAIRS || held_slots(QKV) > 0) stream.fill_with_heads(item_count > 0 || attention.alone);
-    if (attention.alone) {
+    const int item_count = attention.alone() ? 0 : attention.item_count();
+    if (PAIRS || held_slots(QKV) > 0) stream.fill_with_heads(item_count > 0 || attention.alone());
+    if (attention.alone()) {
       const int self = this_thread();
       const float *const norms = reinterpret_cast<const float *>(self < HEAD_DIM ? w.q_norm : w.k_norm);
       const float head_norm = self < 2 * HEAD_DIM ? norms[self % HEAD_DIM] : 0.f;
@@ -229,7 +228,7 @@ __global__ void __launch_bounds__(THREADS, 1)
       __syncthreads();
       WarpAttention<T>(attention).run(layer_cache(layer), stream.issued);
     } else if (item_count > 0) {
-      T *const layer_k = k_cache + layer * cache_layer, *const layer_v = v_cache + layer * cache_layer;
+      T *const layer_k = layer_cache(layer).keys(), *const layer_v = layer_cache(layer).values();
       Item item = attention.first();
       typename Attention<T>::Keys keys;
       const int self = attention.team_thread();
@@ -253,7 +252,7 @@ __global__ void __launch_bounds__(THREADS, 1)
             item, keys, later, queries_there, more, layer_k, layer_v,
             [&]() {
               if (more) attention.load_keys(keys, next, pages, layer_k);
-              if (!PAIRS || attention.couples || stream.due != O) return 0;
+              if (!PAIRS || attention.couples() || stream.due != O || more) return 0;
               stream.template fill_unit<1>();  // where every block computes heads, the next exchange is far away
               return PAIR_CHUNKS;
             },
@@ -269,9 +268,8 @@ __global__ void __launch_bounds__(THREADS, 1)
       MARK(plan, 9);
     }
     MARK(plan, 21);
-    if (PAIRS && !attention.couples && stream.due == O) stream.template fill_unit<1>();  // behind the items of single warps
     if (DIRECT && OVERLAY) __syncthreads();  // the values may be overwritten
-    if (!attention.couples) {
+    if (!attention.couples()) {
       if constexpr (DIRECT) {
         __syncthreads();  // the values may be overwritten
         meet_senders();
@@ -281,6 +279,9 @@ __global__ void __launch_bounds__(THREADS, 1)
         barrier.wait();
         merge_long(attention, *reinterpret_cast<MergeMemory *>(shared + Shared::kv));
       }
+      // What teams of several items and single warps have put off, and the next layer's keys: memory has time now.
+      if (PAIRS && stream.due == O) stream.template fill_unit<1>();
+      if (!attention.alone() && layer + 1 < LAYERS) attention.prefetch_first_keys(layer_cache(layer + 1).keys());
     }
     MARK(plan, 22);
     sent();

@@ -154,7 +154,7 @@ def _fixed_bytes(c: Qwen3Config, rows: int, partials: int, owned: int, overlay: 
     x = rows * (longest + 8 + (longest // 256 * 32 if rows <= _MOST_DIRECT_ROWS else 0)) * 2
     kv = max(teams * ATTN_CHUNK * c.head_dim * 2, _MERGE_BYTES)
     groups = ATTN_CHUNK // 16
-    attention = teams * (17 * c.head_dim * 2 + 16 * ATTN_CHUNK * 2 + (16 + 64) * groups * 4 + 2 * c.head_dim * 4 + 144)
+    attention = teams * (17 * c.head_dim * 2 + 16 * ATTN_CHUNK * 2 + (16 + 64) * groups * 4 + 2 * c.head_dim * 4 + 272)
     state = (partials + owned) * rows * 32 + rows * 32 + rows * c.head_dim * 4 + rows * 32
     plan = c.num_hidden_layers * 80 + 8 + 16 * 4
     return 16 + (max(x, kv) if overlay else x + kv) + attention + state + plan

@@ -17,6 +17,18 @@ struct Item {
   int row, kv_head, chunk;
 };
 
+// Keys and values of a layer. Pointers are computed when they are used, which costs less than registers.
+template <class T> struct LayerCache {
+  T *k, *v;  // of layer 0
+  int layer, num_blocks, page_shift;
+
+  __device__ __forceinline__ T *keys() const { return k + offset(); }
+  __device__ __forceinline__ T *values() const { return v + offset(); }
+  __device__ __forceinline__ i64 offset() const {
+    return ((i64)opaque(num_blocks) * (layer * KV_HEADS) << page_shift) * HEAD_DIM;
+  }
+};
+
 // Whether what a second team leaves for the first one fits over its queries, which nobody reads any more.
 constexpr bool BY_WARPS = GROUP * (HEAD_DIM + TEAM_WARPS * 5) * 4 <= TeamShared::p;
 
@@ -31,8 +43,11 @@ template <class T> struct Attention {
   Link out;                      // T [ROWS, Q_SIZE]
   Link qkv;                      // T [ROWS, QKV_SIZE]
   const Plan &plan;
-  bool couples;                  // no sequence has more chunks than there are teams: nothing is left to merge
-  bool alone;                    // a team has more than two items: every warp works for itself (decode/warp_attention.cuh)
+
+  // Kept in shared memory, registers are scarce. No sequence has more chunks than there are teams: nothing is left to merge.
+  __device__ __forceinline__ bool couples() const { return plan.couples != 0; }
+  // A team has more than two items: every warp works for itself (decode/warp_attention.cuh).
+  __device__ __forceinline__ bool alone() const { return plan.alone != 0; }
 
   __device__ __forceinline__ static int team() { return this_thread() / TEAM_THREADS; }
   __device__ __forceinline__ static int team_thread() { return this_thread() % TEAM_THREADS; }
@@ -55,9 +70,15 @@ template <class T> struct Attention {
   // have the same query heads.
   __device__ __forceinline__ void choose() {
     const int count = items(), blocks = (int)gridDim.x, block = (int)blockIdx.x;
-    couples = true;
+    bool couples = true;
     for (int r = 0; r < ROWS; ++r) couples = couples && rows[r].chunks <= TEAMS;
-    alone = ALONE && !couples && count > 2 * TEAMS * blocks;
+    const bool alone = ALONE && !couples && count > 2 * TEAMS * blocks;
+    if (threadIdx.x == 0) {
+      Plan &state = const_cast<Plan &>(plan);
+      state.couples = couples;
+      state.alone = alone;
+    }
+    __syncthreads();
     if (alone) {
       const int begin = (int)((i64)count * block / blocks), units = (int)((i64)count * (block + 1) / blocks) - begin;
       const int self = this_thread() & 31, warp = this_thread() >> 5;
@@ -89,7 +110,11 @@ template <class T> struct Attention {
     if (team() < TEAMS && self < 32) {
       const Item i = item_count > 0 ? item(first_item) : Item{0, 0, 0};
       if (self == 0) *mine<int4>(TeamShared::first) = make_int4(i.row, i.kv_head, i.chunk, item_count);
-      mine<int>(TeamShared::first_pages)[self] = item_count > 0 ? pages(i) : -1;
+      const int pages = item_count > 0 ? this->pages(i) : -1, key = self % (KEYS / 16) * 16;
+      const int block = __shfl_sync(0xffffffffu, pages, key >> page_shift);
+      const bool known = i.chunk * KEYS + key < rows[i.row].length && (u32)block < (u32)num_blocks;
+      mine<int>(TeamShared::first_pages)[self] = pages;
+      mine<int>(TeamShared::first_keys)[self] = known ? (int)(cache_row(i, block, key) / HEAD_DIM) : -1;
     }
     __syncthreads();
   }
@@ -103,7 +128,7 @@ template <class T> struct Attention {
   __device__ __forceinline__ int first_pages() const { return mine<int>(TeamShared::first_pages)[lane_id()]; }
   // The item behind `i`, if there is one.
   __device__ __forceinline__ Item next(Item i) const {
-    if (couples) {
+    if (couples()) {
       int index = i.row * KV_HEADS + i.kv_head;
       do index += (int)gridDim.x;
       while (index < ROWS * KV_HEADS && team() >= rows[index / KV_HEADS].chunks);
@@ -115,7 +140,7 @@ template <class T> struct Attention {
     return Item{i.row + 1, 0, 0};
   }
   __device__ __forceinline__ Item item(int index) const {
-    if (couples) return Item{index / KV_HEADS, index % KV_HEADS, team()};
+    if (couples()) return Item{index / KV_HEADS, index % KV_HEADS, team()};
     int row = 0;
     for (int r = 1; r < ROWS; ++r)
       if (index >= rows[r].first_item) row = r;
@@ -160,12 +185,20 @@ template <class T> struct Attention {
     }
     cp_async_commit();
   }
-  // Into L2.
+  // Into L2, at once.
   __device__ __forceinline__ void prefetch_keys(const Item &i, int pages, const T *cache) const {
     const int self = team_thread(), key = self / 2, half = self % 2 * 64;
     const int block = __shfl_sync(0xffffffffu, pages, key >> page_shift);
     if (half < HEAD_DIM && i.chunk * KEYS + key < rows[i.row].length && (u32)block < (u32)num_blocks)
       prefetch_line(cache + cache_row(i, block, key) + half);
+  }
+
+  // The first item's keys into L2, by one instruction a page or part of one.
+  __device__ __forceinline__ void prefetch_first_keys(const T *keys) const {
+    const int self = this_thread();
+    if (self % TEAM_THREADS >= KEYS / 16 || self / TEAM_THREADS >= TEAMS) return;
+    const int row = mine<int>(TeamShared::first_keys)[self % TEAM_THREADS];
+    if (row >= 0) prefetch_bulk(keys + (i64)row * HEAD_DIM, 16 * HEAD_DIM * 2);
   }
 
   // Keys as B operands of the scores, straight from the cache: a warp has 16 of them. A lane loads 8 elements of every 32, all
@@ -435,7 +468,7 @@ template <class T> struct Attention {
     if (more || (!BY_WARPS && rows[i.row].chunks > 1)) team_barrier();  // the values, p and the statistics may be overwritten
     MARK(plan, 19);
     next_values();
-    if (couples || rows[i.row].chunks == 1)
+    if (couples() || rows[i.row].chunks == 1)
       send(i, acc, m, l, places);
     else
       send_part(i, acc, m, l);
@@ -485,7 +518,7 @@ template <class T> struct Attention {
     const int row = lane >> 2, column = t * 2;
     const int chunks = rows[i.row].chunks;
     const bool member = HEAD_DIM == 16 * TEAM_WARPS || warp < HEAD_DIM / 16;
-    const bool couple = TEAMS == 2 && couples && chunks == 2, again = ROWS * KV_HEADS > (int)gridDim.x;
+    const bool couple = TEAMS == 2 && couples() && chunks == 2, again = ROWS * KV_HEADS > (int)gridDim.x;
     // The second team's part: float [GROUP, HEAD_DIM], then of every head the four l, then m. Where it fits over the queries,
     // each warp leaves m and l too, and a warp of the first team waits for its partner alone; else they lie over the sums.
     float *const other = reinterpret_cast<float *>(shared + Shared::teams + TeamShared::bytes);

@@ -58,7 +58,7 @@ template <class T> __device__ __forceinline__ void merge_received(const Attentio
   for (int job = blockIdx.x; job < Jobs; job += gridDim.x) {
     const int head = job / Slices, column0 = job % Slices * MERGE_COLUMNS, columns = min(HEAD_DIM - column0, MERGE_COLUMNS);
     const int chunks = attention.rows[head / HEADS].chunks;
-    if (chunks == 1 && !attention.alone) continue;
+    if (chunks == 1 && !attention.alone()) continue;
     float total = 0.f, L = 0.f, M = -CUKERN_INF;
     int buffer = 0;
 #pragma unroll 1
@@ -126,7 +126,7 @@ template <class T> __device__ __forceinline__ void merge_long(const Attention<T>
   for (int job = blockIdx.x; job < ROWS * HEADS * Slices; job += gridDim.x) {
     const int head = job / Slices, column0 = job % Slices * MERGE_COLUMNS, columns = min(HEAD_DIM - column0, MERGE_COLUMNS);
     const int chunks = attention.rows[head / HEADS].chunks;
-    if (chunks == 1 && !attention.alone) continue;
+    if (chunks == 1 && !attention.alone()) continue;
     float M, sum;
     const float y = merge_chunks<HEAD_DIM>(memory, attention.part_acc + (i64)head * attention.max_chunks * HEAD_DIM + column0,
                                            attention.part_stats + (i64)head * attention.max_chunks * 8, chunks, columns,

@@ -117,7 +117,8 @@ struct LayerPointers {
 struct Plan {
   LayerPointers layers[LAYERS];
   u64 head;
-  int first[5], units[5], dealt[5], unused;  // tiles, units, and what goes to streams in turn: units or runs of them
+  int first[5], units[5], dealt[5];  // tiles, units, and what goes to streams in turn: units or runs of them
+  short couples, alone;              // see decode/attention.cuh
 #if PROFILE
   u32 *marks[WARPS];  // where each warp writes its clock, [MARKS][WARPS] of the layer
 #endif
@@ -142,7 +143,8 @@ struct TeamShared {  // of attention
   static constexpr int head_norms = key_sum + 64 * KEY_GROUPS * 4;  // float [2][HEAD_DIM]: of queries, of keys
   static constexpr int first = head_norms + 2 * HEAD_DIM * 4;  // its first item and their number: int [4]
   static constexpr int first_pages = first + 16;                    // its pages: int [32]
-  static constexpr int bytes = first_pages + 128;
+  static constexpr int first_keys = first_pages + 128;  // of its keys 0, 16, ...: row in a layer's cache, or -1: int [32]
+  static constexpr int bytes = first_keys + 128;
 };
 
 // Where every warp works on items of its own (decode/warp_attention.cuh), it uses the memory of the teams otherwise.

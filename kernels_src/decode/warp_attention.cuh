@@ -8,18 +8,6 @@
 #pragma once
 #include "decode/attention.cuh"
 
-// Keys and values of a layer. Pointers are computed when they are used, which costs less than registers.
-template <class T> struct LayerCache {
-  T *k, *v;  // of layer 0
-  int layer, num_blocks, page_shift;
-
-  __device__ __forceinline__ T *keys() const { return k + offset(); }
-  __device__ __forceinline__ T *values() const { return v + offset(); }
-  __device__ __forceinline__ i64 offset() const {
-    return ((i64)opaque(num_blocks) * (layer * KV_HEADS) << page_shift) * HEAD_DIM;
-  }
-};
-
 template <class T> struct WarpAttention {
   static constexpr int Slot = SLOT_KEYS * HEAD_DIM, Pieces = HEAD_DIM / 8, TileSlots = KEY_TILE / SLOT_KEYS;
   const Attention<T> &attention;
