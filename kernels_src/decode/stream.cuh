@@ -1,7 +1,7 @@
 // Streams of weights: each of the warps that multiply owns a ring of slots in shared memory and fills it ahead of use, across
 // products, barriers and layers, because weights do not change during a step. A slot is 8 rows x 128 k of a unit (see Product),
-// swizzled for ldmatrix; one cp.async group each. A slot is refilled as soon as it is read, or with PAIRS (decode/shape.cuh)
-// when its memory traffic disturbs least, see refill.
+// swizzled for ldmatrix; one cp.async group each. A slot is refilled as soon as it is read, or when its memory traffic
+// disturbs least: with PAIRS (decode/shape.cuh) see refill, else see held_slots.
 // Test: tests/test_decode_step.py
 #pragma once
 #include "common/linear_tile.cuh"
