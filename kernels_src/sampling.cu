@@ -184,15 +184,13 @@ __device__ __forceinline__ void gather(SelectMemory &memory, const T *row, const
         int at = 0;
         if (lane == 31) at = atomicAdd(&memory.count, here);
         at = __shfl_sync(0xffffffffu, at, 31) + here - __popc(taken);
-#pragma unroll 1
-        for (; taken; taken &= taken - 1, ++at) {
-          const int bit = __ffs(taken) - 1;
-          int mine = column[0];
 #pragma unroll
-          for (int j = 1; j < Batch; ++j) mine = bit >> 2 == j ? column[j] : mine;
-          mine += bit & 3;
-          if (at < SELECT_LIST) memory.list[at] = pack_key(order_key(to_float(row[mine])), mine);
-        }
+        for (int j = 0; j < Batch; ++j)
+#pragma unroll 1
+          for (u32 bits = taken >> (j * 4) & 15u; bits; bits &= bits - 1, ++at) {
+            const int mine = column[j] + __ffs(bits) - 1;
+            if (at < SELECT_LIST) memory.list[at] = pack_key(order_key(to_float(row[mine])), mine);
+          }
       }
     }
   }
