@@ -16,7 +16,7 @@
 //           Shared memory: (Rows + 2 * Stages * 64) * D * 2 bytes, at most 96 KB.
 // Numerics  tiles of 64 keys, chunks of Chunk keys from key 0, merged in ascending order by common/softmax.cuh: the
 //           bits of a row do not depend on the tile height, the stages, the page layout or the rest of the batch.
-// Measured  37 % of 790 TFLOP/s (1 x 8,192, 16/8 heads x 128), 0.97 of torch's flash (8 x 2,048, causal); chunks cost 3 to 4 %
+// Measured  39 % of 790 TFLOP/s (1 x 8,192, 16/8 heads x 128), 0.97 of torch's flash (8 x 2,048, causal); chunks cost 3 to 4 %
 //           of one softmax over all keys; H200, docs/performance.md
 #include "common/kv_tile.cuh"
 #include "common/softmax.cuh"
