@@ -115,7 +115,7 @@ template <class T> __device__ __forceinline__ void merge_received(const Attentio
       if (lane < columns && lane % 2 == 0)
         out.send_pair<Q_SIZE, T, O>(head / HEADS, head % HEADS * HEAD_DIM + column0 + lane, y, neighbour);
     }
-    if (job + (int)gridDim.x < Jobs) __syncthreads();  // what was received may be overwritten
+    if (OVERLAY || job + (int)gridDim.x < Jobs) __syncthreads();  // what was received may be overwritten: by x, or the next job
   }
 }
 
