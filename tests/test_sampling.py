@@ -208,6 +208,11 @@ def test_argmax(backend: Any, rng: np.random.Generator, dtype: np.dtype, columns
     np.testing.assert_array_equal(unpack(reference.argmax(x, parts=True).max(1)), got)
 
 
+def test_argmax_parts_is_a_flag(backend: Any) -> None:
+    with pytest.raises(TypeError, match="parts must be True or False"):
+        ops.argmax(backend.put(np.zeros((1, 4), np.float32)), parts="no")
+
+
 @pytest.mark.parametrize("columns", [9, 3000, 20000])
 def test_argmax_ties_and_special_values(backend: Any, columns: int) -> None:
     x = np.full((9, columns), -1.0, np.float32)

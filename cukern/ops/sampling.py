@@ -10,7 +10,7 @@ import numpy as np
 
 from cukern import reference
 from cukern.jit import kernel
-from cukern.ops._arrays import CTYPES, FLOAT32, Array, Place, check_shape, contiguous, place_arrays
+from cukern.ops._arrays import CTYPES, FLOAT32, Array, Place, check_flag, check_shape, contiguous, place_arrays
 from cukern.ops._rows import FLOATS, Variant, ceil_div
 from cukern.ops._vocab import (
     LOG2E,
@@ -66,6 +66,7 @@ def argmax(logits: Array, *, parts: bool = False) -> Array:
     """
     place, (logits,) = place_arrays("argmax", logits=logits)
     rows, columns = check_logits("argmax", logits, place)
+    check_flag("argmax", "parts", parts)
     if place.kind == "reference":
         return reference.argmax(logits, parts=parts)
     return _argmax(contiguous(logits, place), rows, columns, place, parts)
