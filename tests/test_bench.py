@@ -180,25 +180,25 @@ def test_measure_checks_before_it_times_and_keeps_the_best_peer():
         order.append("check")
         return 0.5
 
-    def microseconds(calls):
+    def compare(contenders):
         order.append("time")
-        return {"ours": 4.0, "slow": 9.0, "fast": 2.0}[calls[0]()]
+        return [{"ours": 4.0, "slow": 9.0, "fast": 2.0}[calls[0]()] for calls in contenders]
 
     def peers(torch):
         return {"slow": [lambda: "slow"], "fast": [lambda: "fast"]}
 
     prepared = Prepared([lambda: "ours"], check, 0.1, 100.0, 0.0, peers)
     case = Case("rope", "label", lambda arrays: prepared)
-    row = measure(case, Arrays(np, np.float16), microseconds, torch=object())
-    assert order[0] == "check"
+    row = measure(case, Arrays(np, np.float16), compare, torch=object())
+    assert order == ["check", "time"]
     assert (row.status, row.peer, row.ratio) == ("FAIL", "fast", 0.5)
     assert "slow 9.00 us" in row.note
-    assert measure(case, Arrays(np, np.float16), microseconds, torch=None).ratio is None
+    assert measure(case, Arrays(np, np.float16), compare, torch=None).ratio is None
 
 
 def test_a_peer_that_fails_is_noted_and_does_not_end_the_run():
-    def microseconds(calls):
-        return calls[0]()
+    def compare(contenders):
+        return [calls[0]() for calls in contenders]
 
     def broken():
         raise RuntimeError("no kernel\nfor this")
@@ -209,10 +209,10 @@ def test_a_peer_that_fails_is_noted_and_does_not_end_the_run():
     case = Case(
         "rope", "", lambda a: Prepared([lambda: 1.0], lambda: 0.0, 0.0, 1.0, 0.0, lambda torch: {"x": [broken]})
     )
-    row = measure(case, Arrays(np, np.float16), microseconds, torch=object())
+    row = measure(case, Arrays(np, np.float16), compare, torch=object())
     assert (row.status, row.peer, row.note) == ("ok", "", "x: RuntimeError: no kernel")
     case = Case("rope", "", lambda a: Prepared([lambda: 1.0], lambda: 0.0, 0.0, 1.0, 0.0, unavailable))
-    assert measure(case, Arrays(np, np.float16), microseconds, torch=object()).note == "peers: ImportError: gone"
+    assert measure(case, Arrays(np, np.float16), compare, torch=object()).note == "peers: ImportError: gone"
 
 
 # -- timing --------------------------------------------------------------------------------------------------------
@@ -261,6 +261,20 @@ def test_timer_sees_the_device_and_not_the_host(monkeypatch, host_us, device_us)
     assert gpu.timer(monkeypatch).microseconds(calls) == pytest.approx(device_us, rel=0.02)
     names = [n for n in gpu.launched if n != "spin"]
     assert set(names) == {"call 0", "call 1", "call 2"}  # inputs are rotated
+
+
+def test_timer_compares_in_turn(monkeypatch):
+    """What slows down with time slows all alike: the ratio stays, though the first is timed first."""
+    gpu = SimulatedGpu(monkeypatch, 1.0, 0.0)
+
+    def call(name, device_us):
+        return [lambda: gpu.launch(name, 1.0, device_us * (1.0 + gpu.device * 1e-5))]
+
+    a, b = gpu.timer(monkeypatch).compare([call("a", 40.0), call("b", 80.0)])
+    assert b / a == pytest.approx(2.0, rel=0.05)  # one after the other: 2.6
+    assert a > 44.0
+    order = [name for name, before in zip(gpu.launched, ["", *gpu.launched]) if name not in ("spin", before)]
+    assert "".join(order).endswith("abbaab")  # each sample begins with a spin
 
 
 def test_timer_takes_a_sample_again_when_the_host_was_too_slow(monkeypatch):
@@ -468,7 +482,7 @@ def test_free_order_changes_the_sums_and_nothing_else():
 
 def test_exactness_rows(monkeypatch):
     linear = Case("linear", "qkv", partial(_linear, case=LinearCase("x", "qkv", 5, 48, 96, 2)))
-    times = iter([10.5, 10.0, 11.5])
+    times = iter([10.5, 9.0, 11.0, 11.0, 11.5])  # with the rules and without, in turn
     (row,) = exactness([linear], Arrays(np, np.float16, rotate=False), lambda calls: next(times))
     assert (row.part, row.microseconds, row.peer_microseconds, row.status) == ("exact linear", 11.0, 10.0, "ok")
     assert row.note == "exactness costs +10.0 %"
@@ -558,7 +572,8 @@ def test_all_parts_in_order(monkeypatch, tmp_path):
     monkeypatch.setattr(run_module, "require_gpu", lambda: cupy)
     monkeypatch.setattr("cukern.models.device.Device.parse", lambda name: device)
     monkeypatch.setattr(run_module, "facts", lambda bus: {"gpu": "x", "max_sm_mhz": "1980"})
-    monkeypatch.setattr(run_module, "GpuTimer", lambda cupy, mhz: SimpleNamespace(microseconds=lambda calls: 1.0))
+    timer = SimpleNamespace(microseconds=lambda calls: 1.0, compare=None)
+    monkeypatch.setattr(run_module, "GpuTimer", lambda cupy, mhz: timer)
     monkeypatch.setattr(run_module, "measure_floors", lambda cupy, timer, torch: FLOORS)
     row = Row("x", "y", "z", 1.0, error=0.0, limit=0.0)
     monkeypatch.setattr(run_module, "measure", lambda case, *rest: done.append(case.operator) or row)

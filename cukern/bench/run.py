@@ -19,7 +19,7 @@ from cukern.bench.operators import operator_cases, product_cases
 from cukern.bench.portable import portable, portable_cases
 from cukern.bench.report import Report, Row, describe
 from cukern.bench.startup import startup
-from cukern.bench.timing import GpuTimer, in_graph
+from cukern.bench.timing import GpuTimer, graphed
 
 __all__ = ["PARTS", "Options", "measure", "run", "select"]
 
@@ -116,7 +116,7 @@ def run(options: Options) -> int:
         report.head()
         arrays = Arrays(cupy, _numpy_dtype(options.dtype))
         for case in chosen:
-            report.add(measure(case, arrays, timer.microseconds, torch))
+            report.add(measure(case, arrays, timer.compare, torch))
             cupy.get_default_memory_pool().free_all_blocks()
         if "portable" in options.parts:
             for row in portable(portable_cases(), arrays, timer.microseconds, torch):
@@ -141,54 +141,53 @@ def run(options: Options) -> int:
 
 
 def measure(
-    case: Case, arrays: Arrays, microseconds: Callable[[Sequence[Callable[[], Any]]], float], torch: Any
+    case: Case, arrays: Arrays, compare: Callable[[Sequence[Sequence[Callable[[], Any]]]], list[float]], torch: Any
 ) -> Row:
-    """Check a case, then time it, its peers, and it again: the mean of both counts, since a GPU that gets warm under
-    long work slows down. A failed check is timed all the same and shows as FAIL.
+    """Check a case, then time it and its peers, sample by sample in turn. A failed check is timed all the same and
+    shows as FAIL.
     """
     prepared: Prepared = case.prepare(arrays)
-    error = prepared.check()
-    if prepared.in_graph:
-        microseconds = in_graph(microseconds, arrays.xp, torch)
+    worst = prepared.check()
+    in_graph = prepared.in_graph and hasattr(arrays.xp, "cuda")
+
+    def ready(calls: Sequence[Callable[[], Any]]) -> Sequence[Callable[[], Any]]:
+        return [graphed(calls, arrays.xp, torch)] if in_graph else calls
+
+    contenders, notes = {"": ready(prepared.calls)}, list[str]()
+    works = {"": len(prepared.calls)}  # in a graph
+    try:
+        peers = prepared.peers(torch) if torch is not None else {}
+    except Exception as error:
+        peers, notes = {}, [f"peers: {describe(error)}"]
+    for name, calls in peers.items():
+        try:
+            for call in calls:
+                call()
+            contenders[name], works[name] = ready(calls), len(calls)
+        except Exception as error:  # another library's error must not end the run
+            notes.append(f"{name}: {describe(error)}")
+    times = dict(zip(contenders, compare(list(contenders.values()))))
+    if in_graph:
+        times = {name: time / works[name] for name, time in times.items()}
+    ours = times.pop("")
     row = Row(
         case.operator,
         case.label,
         arrays.dtype.name,
-        microseconds(prepared.calls),
+        ours,
         nbytes=prepared.nbytes,
         flops=prepared.flops,
-        error=error,
+        error=worst,
         limit=prepared.limit,
         groups=case.groups,
     )
-    times, notes = _time_peers(prepared, microseconds, torch)
     if times:
-        row.microseconds = (row.microseconds + microseconds(prepared.calls)) / 2
         row.peer = min(times, key=times.__getitem__)
         row.peer_microseconds = times[row.peer]
     if len(times) > 1:
         notes = [f"{name} {time:.2f} us" for name, time in times.items()] + notes
     row.note = ", ".join(notes)
     return row
-
-
-def _time_peers(
-    prepared: Prepared, microseconds: Callable[[Sequence[Callable[[], Any]]], float], torch: Any
-) -> tuple[dict[str, float], list[str]]:
-    """Times of the peers, and a note on each that fails: another library's error must not end the run."""
-    times, notes = dict[str, float](), list[str]()
-    if torch is None:
-        return times, notes
-    try:
-        peers = prepared.peers(torch)
-    except Exception as error:
-        return times, [f"peers: {describe(error)}"]
-    for name, calls in peers.items():
-        try:
-            times[name] = microseconds(calls)
-        except Exception as error:
-            notes.append(f"{name}: {describe(error)}")
-    return times, notes
 
 
 def _in_memory(options: Options, transformers: Any) -> bool:

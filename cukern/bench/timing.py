@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-__all__ = ["GpuTimer", "in_graph", "median_wall"]
+__all__ = ["GpuTimer", "graphed", "in_graph", "median_wall"]
 
 _SPIN = """
 extern "C" __global__ void spin(long long cycles) {
@@ -50,18 +50,33 @@ class GpuTimer:
         calls : sequence of callables
             The same work on different memory; they are taken in turn, so that together they should exceed the L2 cache.
         """
-        for call in (*calls, *calls)[: max(4, len(calls))]:
-            call()
-        self._cupy.cuda.runtime.deviceSynchronize()
-        host, device = self._batch(calls, 5, spin_us=0.0)
-        count = self._count(device)
-        _, device = self._sample(calls, count, host)
-        count = self._count(device)
-        samples = []
+        return self.compare([calls])[0]
+
+    def compare(self, contenders: Sequence[Sequence[Callable[[], Any]]]) -> list[float]:
+        """Median device time of one call of each contender, their samples taken in turn.
+
+        A GPU that gets warm, or reaches its power limit, slows down: what is timed in turn is slowed down alike.
+
+        Parameters
+        ----------
+        contenders : sequence of sequences of callables
+            Of each, calls as for :meth:`microseconds`.
+        """
+        plans = []
+        for calls in contenders:
+            for call in (*calls, *calls)[: max(4, len(calls))]:
+                call()
+            self._cupy.cuda.runtime.deviceSynchronize()
+            host, device = self._batch(calls, 5, spin_us=0.0)
+            host, device = self._sample(calls, self._count(device), host)
+            plans.append((calls, self._count(device), host))
+        samples: list[list[float]] = [[] for _ in plans]
+        turn = list(zip(plans, samples))
         for _ in range(_SAMPLES):
-            host, device = self._sample(calls, count, host)
-            samples.append(device)
-        return statistics.median(samples)
+            for (calls, count, host), taken in turn:
+                taken.append(self._sample(calls, count, host)[1])
+            turn.reverse()  # nobody always comes behind the same other
+        return [statistics.median(taken) for taken in samples]
 
     @staticmethod
     def _count(device_us: float) -> int:
@@ -105,24 +120,25 @@ def in_graph(microseconds: Callable[[Sequence[Callable[[], Any]]], float], cupy:
     """
     if not hasattr(cupy, "cuda"):  # NumPy, on the reference
         return microseconds
+    return lambda calls: microseconds([graphed(calls, cupy, torch)]) / len(calls)
 
-    def timed(calls: Sequence[Callable[[], Any]]) -> float:
-        stream = cupy.cuda.Stream(non_blocking=True)
-        cupy.cuda.runtime.deviceSynchronize()
-        with ExitStack() as stack:
-            stack.enter_context(stream)
-            if torch is not None:
-                stack.enter_context(torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)))
-            for call in (*calls, *calls)[: max(4, len(calls))]:  # memory and kernels are there before the capture
-                call()
-            stream.synchronize()
-            stream.begin_capture()
-            for call in calls:
-                call()
-            graph = stream.end_capture()
-        return microseconds([graph.launch]) / len(calls)
 
-    return timed
+def graphed(calls: Sequence[Callable[[], Any]], cupy: Any, torch: Any = None) -> Callable[[], Any]:
+    """A call that replays all calls from one CUDA graph. Parameters as of :func:`in_graph`."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.runtime.deviceSynchronize()
+    with ExitStack() as stack:
+        stack.enter_context(stream)
+        if torch is not None:
+            stack.enter_context(torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)))
+        for call in (*calls, *calls)[: max(4, len(calls))]:  # memory and kernels are there before the capture
+            call()
+        stream.synchronize()
+        stream.begin_capture()
+        for call in calls:
+            call()
+        graph = stream.end_capture()
+    return graph.launch
 
 
 def median_wall(work: Callable[[], Any], synchronize: Callable[[], Any], samples: int = 7) -> float:
