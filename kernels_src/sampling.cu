@@ -347,7 +347,7 @@ __global__ void __launch_bounds__(SELECT_THREADS, 2)
     low = top_k_bound(memory, tiles, count, group_maxima, count * VOCAB_GROUPS, top_k, m);
   } else {
     // All n tokens below this weigh less than (1 - p) S together; below min_p none is kept. A little lower for rounding.
-    const float tail = (1.f - top_p) * stats.y / (float)n;
+    const float tail = (1.f - fmaxf(top_p, 0.f)) * stats.y / (float)n;
     low = order_key(m + (log2f(fmaxf(tail, min_p)) - 0.5f) / c) - 1u;
   }
   low = max(low, order_key(-CUKERN_INF) + 1u);  // a masked token has no mass

@@ -459,6 +459,20 @@ def test_large_model_bits(large_model: Qwen3, lengths: tuple[int, ...]) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [(6000,), (100, 6000), (9000, 1)])
+@pytest.mark.parametrize("shared_kb", [180, 140])
+def test_values_over_rows_of_x(large_model: Qwen3, lengths: tuple[int, ...], shared_kb: int) -> None:
+    """The layout of larger models and of smaller shared memory: what a merge received lies where x is stored next."""
+    scene = Scene(large_model, lengths)
+    layout = plan_layout(large_model.config, len(lengths), cukern.jit.device().sm_count, shared_kb << 10)
+    assert isinstance(layout, Layout)
+    assert (layout.direct, layout.overlay) == (True, True)
+    want = scene.expected(2)
+    for _ in range(5):
+        assert_same(scene, scene.stepped(None, 2, max_shared_mem=shared_kb << 10), want)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["tied-fp16", "untied-bf16-sharded", "hd128-fp16", "yarn-fp16", "demo-qwen3"])
 def test_small_models_on_a_gpu(name: str) -> None:
     scene = Scene(model_of(name, "cuda"), (200, 129, 64, 1))

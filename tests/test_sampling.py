@@ -556,6 +556,9 @@ def test_parameters_on_the_gpu() -> None:
     x = cupy.asarray(np.random.default_rng(3).standard_normal((4, 9000), np.float32))
     greedy = cupy.asarray([0, -1, np.nan, 0], np.float32)  # not looked at by the host
     assert (ops.sample(x, temperature=greedy) == ops.argmax(x)).all()
+    nothing = cupy.asarray([0, -1, -(2.0**60), 1e-30], np.float32)
+    for flat in (x, x * np.float32(1e-6)):
+        assert (ops.sample(flat, top_p=nothing) == ops.argmax(flat)).all()
     tokens = ops.sample(x, top_k=cupy.asarray([-7, 0, 2**40, 9000]), seed=cupy.arange(4))
     assert (tokens == ops.sample(x, seed=np.arange(4))).all()
     with pytest.raises(TypeError, match="top_k has dtype float32"):
