@@ -622,6 +622,9 @@ def test_all_parts_in_order(monkeypatch, tmp_path):
     done.clear()
     with pytest.raises(FileNotFoundError, match=r"model 99B: no such folder .*published shapes: 0\.6B, 1\.7B"):
         run(Options(model="99B", echo=lines.append, peers=False))
+    too_long = r"bench prefill: length 40960 and .* need 40961 positions, the model has 40960; give .* at most 40959"
+    with pytest.raises(ValueError, match=too_long):
+        run(Options(parts=("ops", "prefill"), model="8B", lengths=(512, 40960), echo=lines.append, peers=False))
     assert done == []
     assert run(Options(parts=("prefill",), model="8B", echo=lines.append, peers=False)) == 0
     assert done == ["8B float16", "prefill"]

@@ -94,13 +94,13 @@ def run(options: Options) -> int:
     RuntimeError
         No GPU is usable.
     ValueError, OSError
-        There is no such operator or model.
+        There is no such operator or model, or a prompt is longer than the model's positions.
     """
     chosen = select(options.operators) if "ops" in options.parts else []
     with_model = bool(set(options.parts) - {"ops", "portable"})
     cupy = require_gpu()
     if with_model:
-        _check_model(options.model)  # not after minutes of other parts
+        _check_model(options)  # not after minutes of other parts
     from cukern.models.device import Device
 
     device = Device.parse("cuda")
@@ -221,17 +221,26 @@ def _model_parts(options: Options, folder: Path | None, torch: Any, transformers
         yield model_exactness(bench, (2048,))
 
 
-def _check_model(name: str) -> None:
-    """Raise FileNotFoundError, or what else is wrong with a checkpoint's name."""
+def _check_model(options: Options) -> None:
+    """Raise FileNotFoundError, or what else is wrong with a checkpoint; ValueError for a prompt that is too long."""
     from cukern.models import resolve_checkpoint
+    from cukern.models.config import Qwen3Config
     from cukern.testing.checkpoints import QWEN3_SHAPES
 
+    name = options.model
     if name in QWEN3_SHAPES:
-        return
-    try:
-        resolve_checkpoint(name)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"bench: model {error}; published shapes: {', '.join(QWEN3_SHAPES)}") from None
+        most = QWEN3_SHAPES[name].max_positions
+    else:
+        try:
+            most = Qwen3Config.from_file(resolve_checkpoint(name)).max_positions
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"bench: model {error}; published shapes: {', '.join(QWEN3_SHAPES)}") from None
+    longest = max(options.lengths, default=0)
+    if "prefill" in options.parts and longest >= most:
+        raise ValueError(
+            f"bench prefill: length {longest} and the token that follows need {longest + 1} positions, the model has "
+            f"{most}; give a length of at most {most - 1}"
+        )
 
 
 def _checkpoint(options: Options, scratch: Path) -> Path:
