@@ -236,6 +236,16 @@ def test_select_fits_and_covers() -> None:
                 assert variant.cluster_tiles(m, n) * variant.cluster * variant.bm * variant.bn >= m * n
 
 
+def test_pairs_are_for_long_sums() -> None:
+    """What a pair of blocks costs a launch is a time, and weighs more the shorter the sums are."""
+    for m in (1024, 1280):  # gate and up of 0.6B: 23.7 us by single blocks, 25.1 by pairs; 29.6, 30.8
+        assert hopper.select(m, 6144, 1024, 132, gated=True).cluster == 1
+        assert hopper.select(m, 6144, 2048, 132, gated=True).cluster == 2
+    for k in (2048, 3072):
+        assert hopper.select(8192, 1024, k, 132, residual=True).cluster == 2
+        assert hopper.select(2048, 1024, k, 132, residual=True).cluster == 1  # one wave
+
+
 def test_what_does_not_fit() -> None:
     good = HopperVariant(2, 1, 1, 256, 4, 2, 1, lag=1)
     assert good.fits(4096, 0)

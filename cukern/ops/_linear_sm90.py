@@ -265,9 +265,10 @@ def accepts(m: int, n: int, k: int, addresses: tuple[int, ...]) -> bool:
 
 
 # The tiles that are chosen from: how fast a full block is relative to the best, and what a launch costs beside its
-# waves, in outputs of the best tile. A pair of blocks shares loads, but starts and ends together. A seventh buffer of
-# 128 x 128 gains up to 6 % where a block computes several tiles and costs 1 to 2 % where it computes one.
-_PAIR = 2800
+# waves, in outputs of the best tile for K from `_PAIR_K` on; as it is a time, a shorter K makes it more outputs. A pair
+# of blocks shares loads, but starts and ends together. A seventh buffer of 128 x 128 gains up to 6 % where a block
+# computes several tiles and costs 1 to 2 % where it computes one.
+_PAIR, _PAIR_K = 2800, 2048
 _SEGMENTED: dict[Variant, tuple[float, int]] = {
     HopperVariant(2, 1, 1, 192, 5, 2, 1, lag=1): (1.0, _PAIR),
     HopperVariant(2, 1, 1, 128, 7, 2, 1, lag=2): (0.95, _PAIR),
@@ -373,7 +374,8 @@ def select(m: int, n: int, k: int, sm_count: int, residual: bool = False, gated:
     def cost(item: tuple[Variant, tuple[float, int]]) -> float:
         variant, (speed, fixed) = item
         share = variant.split if isinstance(variant, SplitVariant) else 1
-        return variant.waves(m, n, sm_count) * variant.bm * variant.bn / share / speed + fixed
+        launch = fixed * max(1.0, _PAIR_K / k)
+        return variant.waves(m, n, sm_count) * variant.bm * variant.bn / share / speed + launch
 
     table = _SEGMENTED if segment else _WHOLE
     fitting = ((v, s) for v, s in table.items() if _can(v, k, segment, residual, gated))
