@@ -13,6 +13,7 @@
 //            round_tiles: with segments, tiles whose partial sums (block_rows x 8 floats a unit) are kept at a time; two
 //            such buffers if a block has more tiles than that.
 // Templates  T, Out (T or float), Stages, Segment (the contract's; 0: all of K is one chain).
+// Below      linear_rows_once, for weights of which every block's part fits in shared memory as a whole.
 // Measured: 99 % of a copy (0.6B lm_head, 1 row), 104 % in a graph; H200, docs/performance.md
 #include "common/linear_tile.cuh"
 #include "ptx/ldmatrix.cuh"
@@ -235,5 +236,133 @@ __global__ void __launch_bounds__(384, 2)
       }
     }
     cp_async_wait<0>();
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ all of the weight at once
+
+// The products of one warp: `Tiles` tiles of 8 rows of w times up to 8 Halves rows of x, `left` k of one segment. x_place: of
+// its four or two chunks of each 64 or 32 bytes of a row, for every such place in the 128 bytes after which the swizzle
+// repeats; w_place: of four chunks, for both halves of 128 bytes.
+template <class T, int Tiles, int Halves, int Segment>
+__device__ __forceinline__ void once_products(float (&acc)[Tiles][4], const SharedPlace (&x_place)[4],
+                                              const SharedPlace (&w_place)[2], int left) {
+  constexpr int Steps = Segment / 16, TileBytes = 8 * Segment * (int)sizeof(T);
+  constexpr int Loads = Halves == 1 ? Steps / 2 : Steps, Places = Halves == 1 ? 2 : 4;  // of x: two k-steps, 8 rows; or one
+  u32 a[4][4], b[Tiles][4];  // x, four loads ahead; w, two k-steps
+  auto load_x = [&](int i) { ldmatrix_x4_at<false>(a[i & 3], x_place[i % Places], i / Places * 128); };
+#pragma unroll
+  for (int i = 0; i < 4; ++i) load_x(i);
+#pragma unroll
+  for (int s = 0; s < Steps; ++s) {
+    if (s % 2 == 0)
+#pragma unroll
+      for (int j = 0; j < Tiles; ++j) ldmatrix_x4_at<false>(b[j], w_place[s / 2 % 2], j * TileBytes + s / 4 * 128);
+    const int i = Halves == 1 ? s / 2 : s, odd = s % 2 * 2;
+    const u32(&from)[4] = a[i & 3];
+    const u32 fragment[4] = {from[Halves == 1 ? odd : 0], Halves == 1 ? 0 : from[1], from[Halves == 1 ? odd + 1 : 2],
+                             Halves == 1 ? 0 : from[3]};
+    if (s * 16 < left)
+#pragma unroll
+      for (int j = 0; j < Tiles; ++j) mma_m16n8k16<T>(acc[j], fragment, b[j][odd], b[j][odd + 1]);
+    if ((Halves == 2 || odd) && i + 4 < Loads) load_x(i + 4);
+  }
+}
+
+// For a weight with segments of which a block's part fits in shared memory: every copy is on its way before the wait for the
+// kernel ahead, and the chain from there on is short. A warp has one segment of K and `Tiles` tiles of 8 rows of w; what it
+// multiplies it has copied itself, so that a block meets once, before the sums.
+// Grid (blocks, 1); warps: segments x groups, groups x Tiles tiles to a block; m <= 16. Dynamic shared memory: Tiles x 8 rows
+// of w and m rows of x for each warp (256 k), and the sums: segments x tiles of a block x m x 8 floats. A grid of as many
+// blocks as there are multiprocessors, some without work, keeps one block of every launch on each.
+// early: the next kernel may start at once; else when x has been asked for, so that its weight does not come before x.
+// Measured: 1 row of 0.6B in a graph, us: qkv 3.1 (bytes at 4.2 TB/s: 2.0), o 2.1 (1.0), gate_up 3.9 (3.0), down 2.5 (1.5); H200
+template <class T, class Out, int Tiles, int Segment>
+__global__ void __launch_bounds__(384, 1)
+    linear_rows_once(const T *x, const T *w, const float *bias, const float *residual, Out *out, int m, int n, int k,
+                     int early, int weight_ready) {
+  static_assert(Segment == 256, "a row of a segment is 16 bytes for each lane of a warp");
+  const int warps = blockDim.x >> 5, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int segments = ceil_div(k, Segment), segment = warp % segments, group = warp / segments;
+  const int block_tiles = warps / segments * Tiles, first = blockIdx.x * block_tiles;
+
+  extern __shared__ __align__(128) unsigned char smem[];
+  T *const weights = reinterpret_cast<T *>(smem) + warp * (Tiles * 8 * Segment);
+  T *const all_x = reinterpret_cast<T *>(smem) + warps * (Tiles * 8 * Segment), *const xs = all_x + warp * m * Segment;
+  float *const sums = reinterpret_cast<float *>(all_x + warps * m * Segment);  // [segment][tile][row][8]
+
+  if (early) grid_dependency_launch();
+  if (!weight_ready) grid_dependency_wait();
+  const int column = segment * Segment + lane * 8, left = min(Segment, k - segment * Segment);
+  {
+    const int row = (first + group * Tiles) * 8;
+    const T *source = w + (i64)row * k + column;
+#pragma unroll
+    for (int i = 0; i < Tiles * 8; ++i, source += k)
+      cp_async_16(weights + tile_offset<Segment>(i, lane), source, column < k && row + i < n);
+    cp_async_commit();
+  }
+  // Rows of x that do not exist are copies of the last one; their results are dropped.
+  const int x_rows = m <= 8 ? 8 : 16, x_row = min(lane & (x_rows - 1), m - 1);
+  SharedPlace x_place[4], w_place[2];
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    x_place[i] = shared_place(xs + tile_offset<Segment>(x_row, (i * 32 + lane) / x_rows & 7));
+#pragma unroll
+  for (int i = 0; i < 2; ++i) w_place[i] = shared_place(weights + tile_offset<Segment>(lane & 7, i * 4 + lane / 8));
+  const T *x_at = x + column;
+  // outputs of this thread: column `lane & 7` of a tile, one of four rows; of the warp's first ones the residual comes early
+  const LinearOutput<Out> output{bias, residual, out, m, n};
+  const int items = block_tiles * ceil_div(m, 4);
+  int tile = warp % block_tiles, row = warp / block_tiles * 4 + lane / 8;
+
+  if (weight_ready) grid_dependency_wait();
+#pragma unroll
+  for (int i = 0; i < 16; ++i)
+    if (i < m) cp_async_16(xs + tile_offset<Segment>(i, lane), x_at + (i64)i * k, column < k);
+  cp_async_commit();
+  if (!early) grid_dependency_launch();
+  float old = output.load_residual(row, (first + tile) * 8 + lane % 8, row < m);
+  cp_async_wait<0>();
+  __syncwarp();
+
+  float acc[Tiles][4];
+#pragma unroll
+  for (int j = 0; j < Tiles; ++j)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) acc[j][e] = 0.f;
+  if (m <= 8)
+    once_products<T, Tiles, 1, Segment>(acc, x_place, w_place, left);
+  else
+    once_products<T, Tiles, 2, Segment>(acc, x_place, w_place, left);
+
+  const int stride = block_tiles * m * 8, g = lane / 4;
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+    if (g + h * 8 < m) {
+      float *const mine = sums + segment * stride + (group * Tiles * m + g + h * 8) * 8 + lane % 4 * 2;
+#pragma unroll
+      for (int j = 0; j < Tiles; ++j) store_vec(mine + j * m * 8, Vec<float, 2>{{acc[j][h * 2], acc[j][h * 2 + 1]}});
+    }
+  __syncthreads();
+#pragma unroll 1
+  for (int item = warp; item < items; item += warps) {
+    if (item != warp) {
+      tile = item % block_tiles;
+      row = item / block_tiles * 4 + lane / 8;
+      old = output.load_residual(row, (first + tile) * 8 + lane % 8, row < m);
+    }
+    if (row >= m) continue;
+    const float *from = sums + (tile * m + row) * 8 + lane % 8;
+    float total = SUM_START;
+#pragma unroll 1
+    for (int s = segments; s > 0; s -= 4, from += 4 * stride) {
+      float v[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) v[i] = i < s ? from[i * stride] : SUM_START;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) total += v[i];
+    }
+    output.store(total, row, (first + tile) * 8 + lane % 8, true, old);
   }
 }

@@ -12,7 +12,7 @@ import pytest
 from cukern import jit
 from cukern.ops import _linear_variants as variants
 from cukern.ops import linear as linear_function
-from cukern.ops._linear_variants import Gpu, RowsVariant, TileVariant
+from cukern.ops._linear_variants import Gpu, OnceVariant, RowsVariant, TileVariant
 from cukern.ops.linear import _linear_variant, _plan, kernel_variants, linear
 from cukern.reference.linear import linear as reference
 from cukern.testing import assert_close
@@ -223,6 +223,34 @@ def test_variants_give_equal_bits(backend: Any, rng: np.random.Generator, dtype:
     check_variants(backend, rng, dtype, n, k)
 
 
+@pytest.mark.parametrize(
+    ("variant", "n", "k"),
+    [  # tiles of a block beyond N, a block beyond N, several groups of warps, the last segment of 24 and of 16 k
+        (OnceVariant(3, 5, 2), 33, 1048),
+        (OnceVariant(5, 3, 2), 59, 528),
+        (OnceVariant(3, 6, 1), 41, 528),
+        (OnceVariant(2, 3, 4), 33, 528),
+    ],
+)
+def test_all_of_the_weight_at_once(
+    backend: Any, rng: np.random.Generator, variant: OnceVariant, n: int, k: int
+) -> None:
+    """Few and many rows of x, with and without what is added, the weight before and behind the wait: equal bits."""
+    x, w, expected = problem(rng, 16, n, k, np.float16)
+    bias, residual = random(rng, (n,), np.float32), random(rng, (16, n), np.float32)
+    put, weight = backend.put, backend.put(w)
+    for m in (1, 5, 8, 9, 16):
+        y = backend.get(_linear_variant(variant, put(x[:m]), weight, dtype=np.float32, static_weight=m % 2 == 0))
+        assert_close("linear", y, expected[:m])
+        want = _linear_variant(TILES[0], put(x[:m]), weight, dtype=np.float32)
+        np.testing.assert_array_equal(bits(y), bits(backend.get(want)), err_msg=f"M={m}")
+        results = [
+            backend.get(_linear_variant(v, put(x[:m]), weight, bias=put(bias), residual=put(residual[:m].copy())))
+            for v in (variant, TILES[0])
+        ]
+        np.testing.assert_array_equal(bits(results[0]), bits(results[1]), err_msg=f"M={m}, bias and residual")
+
+
 @pytest.mark.usefixtures("whole_k")
 @pytest.mark.parametrize(("dtype", "n", "k"), [(np.float16, 33, 1288), (ml_dtypes.bfloat16, 40, 520)])
 def test_variants_give_equal_bits_without_segments(
@@ -350,8 +378,11 @@ def test_selection_fits_every_gpu(n: int, k: int, aligned: bool) -> None:
             assert chosen.shared_mem(m, n, k) <= gpu.max_shared
             assert chosen.threads <= 384
             if m <= variants.ROWS_MAX_M and aligned:
-                assert isinstance(chosen, RowsVariant)
+                assert isinstance(chosen, RowsVariant | OnceVariant)
                 assert chosen.blocks <= gpu.sm_count
+                if isinstance(chosen, OnceVariant):
+                    assert chosen == variants.at_once(m, n, k, gpu)
+                    continue
                 # a block's share of the weight is in flight, or enough of it to cover the latency of memory
                 share = -(-n // 8 // chosen.blocks) * 16 * k
                 assert chosen.ring_bytes(n, k) >= min((40 if gpu.max_shared > 200 << 10 else 12) << 10, share)
@@ -361,7 +392,33 @@ def test_selection_fits_every_gpu(n: int, k: int, aligned: bool) -> None:
 
 def test_few_kernels() -> None:
     """Each one is compiled for six architectures in the tests, and by whoever compiles ahead."""
-    assert len(kernel_variants()) <= 40
+    assert len(kernel_variants()) <= 42
+
+
+def test_what_is_chosen_for_all_of_the_weight_at_once() -> None:
+    """Two blocks beside each other, or few bytes; weights of one segment, more rows and smaller GPUs are for others."""
+    h200 = GPUS[3]
+    assert variants.at_once(1, 4096, 1024, h200) == OnceVariant(132, 4, 4)
+    assert variants.at_once(16, 1024, 2048, h200) == OnceVariant(132, 8, 1)
+    assert variants.at_once(16, 1024, 3072, h200) == OnceVariant(132, 12, 1)  # alone on its multiprocessor
+    assert variants.at_once(1, 6144, 1024, h200) == OnceVariant(132, 8, 3)
+    assert variants.at_once(16, 6144, 1024, h200) is None
+    assert variants.at_once(17, 1024, 2048, h200) is None
+    assert variants.at_once(1, 1024, 4096, h200) is None  # more segments than warps
+    assert variants.at_once(1, 4096, 4096, h200) is None
+    assert all(variants.at_once(1, 1024, 2048, gpu) is None for gpu in GPUS if gpu != h200)
+    for m in range(1, 17):
+        for n, k in ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (40, 520)):
+            chosen = variants.at_once(m, n, k, h200)
+            if chosen is not None:
+                two = 2 * (chosen.shared_mem(m, n, k) + 1024) <= h200.shared_per_sm
+                assert two or chosen.weight_bytes(n, k) <= 48 << 10
+    tall, odd, wide = OnceVariant(132, 8, 1), OnceVariant(1, 2, 1), OnceVariant(1, 2, 5)
+    assert not tall.fits(17, 1024, 2048, h200.max_shared)
+    assert not OnceVariant(100, 8, 1).fits(1, 1024, 2048, h200.max_shared)  # columns without a block
+    assert not odd.fits(1, 8, 520)
+    assert not wide.fits(1, 40, 264)
+    assert not OnceVariant(1, 1, 1).fits(1, 8, 260)
 
 
 # ---------------------------------------------------------------------------------------------------- arguments

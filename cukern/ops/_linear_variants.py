@@ -12,7 +12,17 @@ from typing import Any, NamedTuple
 
 from cukern.ops._numerics import segment_length
 
-__all__ = ["Gpu", "RowsVariant", "TileVariant", "Variant", "candidates", "select", "template_segment"]
+__all__ = [
+    "Gpu",
+    "OnceVariant",
+    "RowsVariant",
+    "TileVariant",
+    "Variant",
+    "at_once",
+    "candidates",
+    "select",
+    "template_segment",
+]
 
 MAX_SHARED = 99 << 10
 """Shared memory of one block that every GPU from sm_80 on can give (sm_86, sm_89 and sm_120 have no more)."""
@@ -24,6 +34,11 @@ _CHUNK_K, _CHUNK_BYTES = 128, 2048  # a chunk of linear_rows.cu: 8 rows of the w
 _SEGMENT_STAGES, _WHOLE_STAGES = 4, (6, 8)
 _MAX_WARPS = 12
 _PARTIAL_BYTES = 32 << 10
+_ONCE_TILES = 4  # of a warp of linear_rows_once, at most
+_ONCE_ALONE = 48 << 10  # so much of the weight comes soon enough where the next launch finds no room beside this one
+_ONCE_GPU = 200 << 10  # it is chosen where a block can have that much, as on the H200 on which it was measured
+_ONCE_LEAST = 76 << 10  # shared memory of a block: two fit beside each other, a third's weight would be in the way of x
+_ONCE_EARLY = 8  # rows of x up to which the next kernel may start before they have been asked for
 
 
 class Gpu(NamedTuple):
@@ -183,7 +198,63 @@ class RowsVariant:
         return (min(self.rows, m), self._slots(n, k), x_slots, self._rounds(m, n, k)[0])
 
 
-Variant = TileVariant | RowsVariant
+@dataclass(frozen=True)
+class OnceVariant:
+    """`linear_rows_once`: all of a block's weight on the way at once, `tiles` tiles of 8 rows of a segment to a warp.
+
+    For weights with segments and up to 16 rows of x; `warps` is a multiple of the number of segments.
+    """
+
+    blocks: int
+    warps: int
+    tiles: int
+
+    file = "linear_rows.cu"
+    kernel = "linear_rows_once"
+
+    def __str__(self) -> str:
+        return f"once on {self.blocks} blocks of {self.warps} warps t{self.tiles}"
+
+    @property
+    def threads(self) -> int:
+        return self.warps * 32
+
+    def fits(self, m: int, n: int, k: int, max_shared: int = MAX_SHARED) -> bool:
+        """Whether it can run this product: one segment to a warp, all tiles, shared memory suffices."""
+        segment = template_segment(n, k)
+        if not segment or k % 8:
+            return False
+        groups, rest = divmod(self.warps, _ceil(k, segment))
+        return (
+            rest == 0
+            and groups >= 1
+            and self.warps <= _MAX_WARPS
+            and 1 <= self.tiles <= _ONCE_TILES
+            and m <= ROWS_MAX_M
+            and self.blocks * groups * self.tiles * 8 >= n
+            and self.shared_mem(m, n, k) <= max_shared
+        )
+
+    def template(self, segment: int, aligned: bool = True) -> tuple[int, ...]:
+        return (self.tiles, segment)
+
+    def grid(self, m: int, n: int, gpu: Gpu) -> tuple[int, int, int]:
+        return (self.blocks, 1, 1)
+
+    def weight_bytes(self, n: int, k: int) -> int:
+        """Of a block, in shared memory."""
+        return self.warps * self.tiles * 8 * template_segment(n, k) * 2
+
+    def shared_mem(self, m: int, n: int, k: int) -> int:
+        needed = self.weight_bytes(n, k) + self.warps * m * (template_segment(n, k) * 2 + self.tiles * 32)
+        return max(needed, _ONCE_LEAST)
+
+    def arguments(self, m: int, n: int, k: int) -> tuple[int, ...]:
+        """`early`: more rows of x take so long that a weight that comes before them is in their way."""
+        return (int(m <= _ONCE_EARLY),)
+
+
+Variant = TileVariant | RowsVariant | OnceVariant
 
 # Clock cycles of a k-step of 16 on an H200: a block alone pays both, of several on one multiprocessor each the second.
 _TILES: dict[TileVariant, tuple[int, int]] = {
@@ -241,9 +312,27 @@ def _best_rows(m: int, n: int, k: int, gpu: Gpu) -> RowsVariant | None:
     return min(_row_choices(m, n, k, gpu), default=(0.0, None), key=lambda choice: choice[0])[1]
 
 
+@functools.lru_cache(maxsize=8192)
+def at_once(m: int, n: int, k: int, gpu: Gpu) -> OnceVariant | None:
+    """The variant that has all of the weight on the way at once, None where it is not the choice.
+
+    A block to every multiprocessor, with work or without: then one block of each launch is on each.
+    """
+    segment = template_segment(n, k)
+    if not segment or m > ROWS_MAX_M or gpu.max_shared < _ONCE_GPU:
+        return None
+    block_tiles = _ceil(_ceil(n, 8), gpu.sm_count)
+    groups = _ceil(block_tiles, _ONCE_TILES)
+    warps = groups * _ceil(k, segment)
+    variant = OnceVariant(gpu.sm_count, warps, _ceil(block_tiles, groups))
+    enough = gpu.max_shared if variant.weight_bytes(n, k) <= _ONCE_ALONE else gpu.shared_target
+    return variant if variant.fits(m, n, k, enough) else None
+
+
 def candidates(m: int, n: int, k: int, gpu: Gpu) -> list[Variant]:
     """Everything worth timing for a product [m, k] x [n, k]^T: what :func:`select` chooses from, and its neighbours."""
-    found: list[Variant] = []
+    once = at_once(m, n, k, gpu)
+    found: list[Variant] = [once] if once else []
     if m <= 4 * ROWS_MAX_M:
         ranked = sorted(_row_choices(m, n, k, gpu), key=lambda choice: choice[0])
         by_warps: dict[tuple[int, bool], RowsVariant] = {}
@@ -269,10 +358,13 @@ def select(m: int, n: int, k: int, aligned: bool, gpu: Gpu) -> Variant:
 
     Returns
     -------
-    TileVariant or RowsVariant
+    TileVariant, RowsVariant or OnceVariant
     """
     if not aligned:
         return _UNALIGNED_TILE
+    once = at_once(m, n, k, gpu)
+    if once is not None:
+        return once
     segment = template_segment(n, k)
     # A small weight stays in L2, so few blocks of 16 rows may each read it where tiles would leave the GPU half empty.
     again = segment != 0 and (m <= 2 * ROWS_MAX_M or (m <= 4 * ROWS_MAX_M and _ceil(n, 64) < gpu.sm_count // 2))

@@ -239,14 +239,16 @@ def _linear(
     if backend == "cublas":
         _cublas(x, weight, bias, residual is not None, target, rows, n, k)
         return target
-    if variant is None and place.kind == "cuda":
+    aligned = k % 8 == 0 and pointer(weight) % 16 == 0
+    gpu = variants.Gpu.of(_device())
+    at_once = aligned and variants.at_once(rows, n, k, gpu) is not None
+    if variant is None and place.kind == "cuda" and not at_once:
         launched = _linear_sm90.launched(x, weight, bias, residual, target, rows, n, k, static_weight=static_weight)
         if launched is not None:
             if given is not None:
                 _keep(given, launched, target)
             return target
-    aligned = k % 8 == 0 and pointer(weight) % 16 == 0
-    plan = _plan(variant, CTYPES[x.dtype], CTYPES[out_dtype], rows, n, k, aligned, variants.Gpu.of(_device()))
+    plan = _plan(variant, CTYPES[x.dtype], CTYPES[out_dtype], rows, n, k, aligned, gpu)
     arguments = (x, weight, bias, residual, target, rows, n, k, *plan.arguments)
     if plan.weight_ready:
         arguments += (int(static_weight),)
@@ -335,7 +337,7 @@ def _plan(
 
     if variant is None:
         variant = variants.select(m, n, k, aligned, gpu)
-    elif not variant.fits(m, n, k, gpu.max_shared) or (variant.kernel == "linear_rows" and not aligned):
+    elif not variant.fits(m, n, k, gpu.max_shared) or (variant.kernel != "linear_tile" and not aligned):
         raise ValueError(f"linear: variant {variant} cannot run x [{m}, {k}] and a weight [{n}, {k}]")
     template = (ctype, out_ctype, *variant.template(variants.template_segment(n, k), aligned))
     return _Plan(
@@ -344,7 +346,7 @@ def _plan(
         (variant.threads, 1, 1),
         variant.shared_mem(m, n, k),
         variant.arguments(m, n, k),
-        variant.kernel == "linear_rows",
+        variant.kernel != "linear_tile",
         True,  # all kernels here wait for the one ahead before they touch what it may have written
     )
 

@@ -354,6 +354,25 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("linear_rows.cu", "one buffer of sums for two rounds", "(round & 1) * round_units", "0 * round_units"),
     Mutant("linear_rows.cu", "missing barrier before x is read", "if (!x_streams) __syncthreads();", ""),
     Mutant("linear_rows.cu", "accumulator rows exchanged", "return g + (e >> 1) * 8; };", "return g + (e & 1) * 8; };"),
+    # all of the weight at once
+    Mutant(
+        "linear_rows.cu",
+        "x read before it has landed",
+        "cp_async_wait<0>();\n  __syncwarp();",
+        "cp_async_wait<1>();\n  __syncwarp();",
+    ),
+    Mutant("linear_rows.cu", "row past N copied at once", "column < k && row + i < n", "column < k && row + i <= n"),
+    Mutant("linear_rows.cu", "chunk of x past K copied", "(i64)i * k, column < k)", "(i64)i * k, column <= k)"),
+    Mutant("linear_rows.cu", "all rows of x are the first", "min(lane & (x_rows - 1), m - 1)", "0 * lane"),
+    Mutant("linear_rows.cu", "upper rows read as the lower", "(i * 32 + lane) / x_rows & 7", "(i * 32 + lane) / 8 & 7"),
+    Mutant("linear_rows.cu", "sum of a segment too many", "v[i] = i < s ?", "v[i] = i <= s ?"),
+    Mutant(
+        "linear_rows.cu",
+        "no barrier before the segments are added",
+        "  __syncthreads();\n#pragma unroll 1\n  for (int item",
+        "#pragma unroll 1\n  for (int item",
+    ),
+    Mutant("linear_rows.cu", "rows of the second half stored over the first", "g + h * 8) * 8 + lane", "g) * 8 + lane"),
     # ---- attention
     Mutant("attention_prefill.cu", "causal mask one key short", "len - n + 1", "len - n"),
     Mutant("attention_prefill.cu", "mask one key long", ">= bound[e >> 1]", "> bound[e >> 1]"),
