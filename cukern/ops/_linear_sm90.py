@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from cukern.ops._arrays import CTYPES, Array
-from cukern.ops._linear_variants import template_segment
+from cukern.ops._linear_variants import Gpu, at_once, template_segment
 
 __all__ = [
     "ARCH",
@@ -578,6 +578,7 @@ def launched(
 def kernel_variants() -> list[tuple[str, str, tuple[str | int, ...], None, tuple[str, ...]]]:
     """What the published Qwen3 sizes launch on this architecture, for compiling ahead and for the check of spills."""
     found: dict[tuple[str, str, tuple[str | int, ...], None, tuple[str, ...]], None] = {}
+    gpu = Gpu(132, MAX_SHARED, MAX_SHARED + 1024)
     for hidden, intermediate, heads in ((1024, 3072, 2048), (4096, 12288, 4096)):
         for n, k, out, residual, gated in (
             (heads + 2048, hidden, "same", False, False),
@@ -588,9 +589,9 @@ def kernel_variants() -> list[tuple[str, str, tuple[str | int, ...], None, tuple
         ):
             segment = template_segment(n, k)
             for m in (1, 16, 32, 64, 128, 192, 256, 288, 512, 600, 1024, 1200, 2048, 2100, 8192):
-                if m < least_m(n, k):
+                if m < least_m(n, k) or (not gated and at_once(m, n, k, gpu) is not None):
                     continue
-                option = select(m, n, k, 132, residual, gated)
+                option = select(m, n, k, gpu.sm_count, residual, gated)
                 for ctype in ("half", "bf16"):
                     kind, item = (ctype, 2) if out == "same" else (out, 4)
                     through = option.through(item, residual, gated)
