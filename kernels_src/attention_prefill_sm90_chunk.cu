@@ -8,8 +8,8 @@
 // Bound     tensor cores: 4 * D flops per query-key pair.
 // Launch    Persistent: at most one block to a multiprocessor, (Groups + 1) * 128 threads. Work items are pairs (query tile of
 //           64 * Groups rows, head) in the order of prefill/order.cuh, dealt out forwards and backwards in turn. Of the first
-//           warpgroup, one warp finds work, one copies queries and keys, one values. The others, the consumers, own 64 query
-//           rows each; nothing makes them wait for each other.
+//           warpgroup, one warp finds work, one copies queries and keys, one values. The two others, the consumers, own 64
+//           query rows each and take turns, so that one waits for its scores while the other has exponentials to compute.
 // Template  T half | bf16; D = 128; Kind of layout; Groups consumer warpgroups; Stages of the rings of K and of V, 128 keys
 //           each: both tiles of a chunk are worked on at once, so that waits and reductions are paid once for both. Q comes
 //           from shared memory, P from registers.
@@ -21,6 +21,7 @@
 #include "prefill/consumer.cuh"
 #include "prefill/producer.cuh"
 #include "ptx/named_barrier.cuh"
+#include "ptx/opaque.cuh"
 #include "ptx/wgmma.cuh"
 
 // Largest scores of both tiles of a chunk: m of the chunk, what the scaled scores of each tile are relative to, and what the
@@ -78,7 +79,7 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
                                  const int *__restrict__ seq_lens, int batch, int q_tokens, int kv_tokens, int num_heads,
                                  int group, int max_blocks, int page_shift, int num_blocks, int items, int tall, int causal,
                                  float scale, float c) {
-  static_assert(D == 128, "see the head of the file");
+  static_assert(D == 128 && Groups == 2, "see the head of the file");
   extern __shared__ __align__(1024) unsigned char smem[];
   const Shared<D, Groups, Stages, CHUNK, 2, false> shared(smem);
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), lane = threadIdx.x & 31;
@@ -152,6 +153,12 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
       if (t >= plain)
         mask_keys<CHUNK>(s, key_of(t) + (lane & 3) * 2, item->limit + consumer * 64 + warp * 16 + (lane >> 2), item->len);
     };
+    // A turn begins with a chunk's products with K and ends in the exponentials of its first tile. Every consumer has one for
+    // every step of an item, also for steps of which it sees no key.
+    auto await_turn = [&]() { named_barrier_sync(1 + Groups + opaque(consumer), 256); };
+    auto pass_turn = [&]() { named_barrier_arrive(1 + Groups + opaque(1 - consumer), 256); };
+    auto pass_turn_if = [&](bool yes) { named_barrier_arrive_if(yes, 1 + Groups + opaque(1 - consumer), 256); };
+    if (consumer == 1) pass_turn();
     // Merging a chunk takes the totals' factor while its own products run, and its accumulators while the next one's
     // exponentials do.
     ChunkMerge merge[2];
@@ -178,7 +185,9 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
       end = n + ceil_div(tiles, 2);
       plain = n + uniform(min(max(limit, 0), item->len) / CHUNK);
       if (steps > 0) keys_ready(n);
+      await_turn();
       multiply_keys(n);  // even where there are none: what is under way must not depend on it
+      pass_turn();       // already: the item before is stored first
     };
 
     begin_item();
@@ -202,14 +211,32 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
           release(shared.k_empty, n);
           if (n + 1 == end && lane == 0) mbarrier_arrive(shared.q_empty + q_slot + consumer);
           chunk_maxima(s, m, mc, corr, c);
+          ChunkMerge next[2] = {merge[0], merge[1]};
+#pragma unroll
+          for (int i = 0; i < 2; ++i) next[i].weigh(m[i], c);
           wgmma_wait<0>();
           wgmma_pin(acc);
           release(shared.v_empty, n - 1, n != begin);
-          tile_exponentials<T, 0>(s, p0, l, mc[0], c, add_chunk);
+          tile_exponentials<T, 0>(s, p0, l, mc[0], c, [&](int j) {
+            add_chunk(j);
+            if (j == 1) pass_turn_if(n != begin);
+          });
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            merge[i] = next[i];
+            computed(merge[i].a, merge[i].b);
+          }
+          if (n + 1 == end && (tiles & 1) != 0) {  // no row sees the second tile
+            values_ready(n);
+            multiply_values(p0, n, 0);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) merge[i].add_sum(l[i]);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) scale_totals(j);
+            break;
+          }
           values_ready(n);
           multiply_values(p0, n, 0);
-#pragma unroll
-          for (int i = 0; i < 2; ++i) merge[i].weigh(m[i], c);
           tile_exponentials<T, 1>(s, p1, sum, mc[1], c, scale_totals);
 #pragma unroll
           for (int i = 0; i < 2; ++i) merge[i].add_sum(update_sum(l[i], corr[i], sum[i]));
@@ -218,6 +245,7 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
           wgmma_wait<0>();
           wgmma_pin(acc);
           rescale(acc, corr);
+          await_turn();
           multiply_keys(n + 1);
           multiply_values(p1, n, 1);
           wgmma_wait<1>();
@@ -237,7 +265,11 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
       } else if (lane == 0) {
         mbarrier_arrive(shared.q_empty + q_slot + consumer);
       }
-      for (u32 t = end; t != begin + steps; ++t) {  // chunks for the other warpgroups
+      for (u32 t = end; t != begin + steps; ++t) {  // chunks for the other warpgroup
+        if (t != begin) {
+          await_turn();
+          pass_turn();
+        }
         keys_ready(t);
         release(shared.k_empty, t);
         mbarrier_wait(shared.v_full + t % Stages, t / Stages & 1);

@@ -8,3 +8,10 @@ __device__ __forceinline__ int opaque(int x) {
 #endif
   return x;
 }
+
+// Values that are computed here: not later, where they are used.
+__device__ __forceinline__ void computed(float &x, float &y) {
+#ifndef CUKERN_EMU
+  asm volatile("" : "+f"(x), "+f"(y));
+#endif
+}
