@@ -269,13 +269,15 @@ __device__ __forceinline__ void once_products(float (&acc)[Tiles][4], const Shar
   }
 }
 
-// For a weight with segments of which a block's part fits in shared memory: every copy is on its way before the wait for the
-// kernel ahead, and the chain from there on is short. A warp has one segment of K and `Tiles` tiles of 8 rows of w; what it
-// multiplies it has copied itself, so that a block meets once, before the sums.
-// Grid (blocks, 1); warps: segments x groups, groups x Tiles tiles to a block; m <= 16. Dynamic shared memory: Tiles x 8 rows
-// of w and m rows of x for each warp (256 k), and the sums: segments x tiles of a block x m x 8 floats. A grid of as many
-// blocks as there are multiprocessors, some without work, keeps one block of every launch on each.
+// The same formula, layouts and order of sums, for a weight with segments of which a block's part fits in shared memory: every
+// copy is on its way before the wait for the kernel ahead, and the chain from there on is short. A warp has one segment of K
+// and `Tiles` (1 to 4) tiles of 8 rows of w; what it multiplies it has copied itself, so that a block meets once, before the
+// sums. Bound: bytes of the weight, and 1.4 us from the wait to the end of the launch.
+// Grid (blocks, 1); warps: segments x groups, at most 12, groups x Tiles tiles to a block; m <= 16. Dynamic shared memory: Tiles
+// x 8 rows of w and m rows of x for each warp (256 k), and the sums: segments x tiles of a block x m x 8 floats. A grid of as
+// many blocks as there are multiprocessors, some without work, keeps one block of every launch on each.
 // early: the next kernel may start at once; else when x has been asked for, so that its weight does not come before x.
+// weight_ready: w is fetched before the wait.
 // Measured: 1 row of 0.6B in a graph, us: qkv 3.1 (bytes at 4.2 TB/s: 2.0), o 2.1 (1.0), gate_up 3.9 (3.0), down 2.5 (1.5); H200
 template <class T, class Out, int Tiles, int Segment>
 __global__ void __launch_bounds__(384, 1)

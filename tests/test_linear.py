@@ -61,13 +61,13 @@ def bits(array: np.ndarray) -> np.ndarray:
 def whole_k(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every weight counts as large: one segment over all of K, at a size that a test can afford."""
     jit.reload()
-    _plan.cache_clear()
-    variants.select.cache_clear()
+    for chosen in (_plan, variants.select, variants.at_once):
+        chosen.cache_clear()
     monkeypatch.setattr("cukern.ops._numerics.LARGE_WEIGHT", 1)
     yield
     jit.reload()
-    _plan.cache_clear()
-    variants.select.cache_clear()
+    for chosen in (_plan, variants.select, variants.at_once):
+        chosen.cache_clear()
 
 
 # ---------------------------------------------------------------------------------------------------- values
@@ -224,19 +224,20 @@ def test_variants_give_equal_bits(backend: Any, rng: np.random.Generator, dtype:
 
 
 @pytest.mark.parametrize(
-    ("variant", "n", "k"),
-    [  # tiles of a block beyond N, a block beyond N, several groups of warps, the last segment of 24 and of 16 k
-        (OnceVariant(3, 5, 2), 33, 1048),
-        (OnceVariant(5, 3, 2), 59, 528),
-        (OnceVariant(3, 6, 1), 41, 528),
-        (OnceVariant(2, 3, 4), 33, 528),
+    ("variant", "n", "k", "dtype"),
+    [  # tiles of a block beyond N, a block beyond N, several groups of warps, the last segment of 24, 16 and 8 k
+        (OnceVariant(3, 5, 2), 33, 1048, np.float16),
+        (OnceVariant(5, 3, 2), 59, 528, np.float16),
+        (OnceVariant(3, 6, 1), 41, 528, ml_dtypes.bfloat16),
+        (OnceVariant(2, 3, 4), 33, 528, np.float16),
+        (OnceVariant(2, 4, 2), 50, 264, np.float16),  # two groups of two tiles
     ],
 )
 def test_all_of_the_weight_at_once(
-    backend: Any, rng: np.random.Generator, variant: OnceVariant, n: int, k: int
+    backend: Any, rng: np.random.Generator, variant: OnceVariant, n: int, k: int, dtype: Any
 ) -> None:
     """Few and many rows of x, with and without what is added, the weight before and behind the wait: equal bits."""
-    x, w, expected = problem(rng, 16, n, k, np.float16)
+    x, w, expected = problem(rng, 16, n, k, dtype)
     bias, residual = random(rng, (n,), np.float32), random(rng, (16, n), np.float32)
     put, weight = backend.put, backend.put(w)
     for m in (1, 5, 8, 9, 16):
@@ -249,6 +250,9 @@ def test_all_of_the_weight_at_once(
             for v in (variant, TILES[0])
         ]
         np.testing.assert_array_equal(bits(results[0]), bits(results[1]), err_msg=f"M={m}, bias and residual")
+    halves = [backend.get(_linear_variant(v, put(x[:3]), weight, bias=put(bias))) for v in (variant, TILES[0])]
+    assert halves[0].dtype == dtype
+    np.testing.assert_array_equal(bits(halves[0]), bits(halves[1]))
 
 
 @pytest.mark.usefixtures("whole_k")
@@ -329,7 +333,7 @@ def segment_probe(k: int, values: dict[int, float]) -> tuple[np.ndarray, np.ndar
     return np.ones((1, k), np.float16), w
 
 
-@pytest.mark.parametrize("variant", [v for v in FORCED if v.fits(1, 8, 1024)], ids=str)
+@pytest.mark.parametrize("variant", [*(v for v in FORCED if v.fits(1, 8, 1024)), OnceVariant(1, 4, 1)], ids=str)
 def test_segments_of_256_in_ascending_order(backend: Any, variant: variants.Variant) -> None:
 
     def run(values: dict[int, float]) -> float:

@@ -292,7 +292,8 @@ _WHOLE: dict[Variant, tuple[float, int]] = {
 
 
 def least_m(n: int, k: int) -> int:
-    """From this many rows on the kernel is used; for fewer, `linear_rows` is faster (measured at 1 and 16 rows)."""
+    """From this many rows on the kernel is used, where `at_once` of _linear_variants.py has nothing faster; for fewer,
+    `linear_rows` is faster (measured at 1 and 16 rows)."""
     if template_segment(n, k) == 0:
         return 1 if n <= 8192 else 4
     if n > 2048:
@@ -543,7 +544,7 @@ def launched(
     variant : HopperVariant or SplitVariant, optional
         For tests and tuning; it also lifts the lower limit of `m`.
     static_weight : bool
-        That nothing writes the weight just ahead of this in the stream.
+        That nothing that is still queued or running writes the weight.
     gated : bool
         End in SwiGLU: `target` is of the weight's type, [m, n / 2].
 

@@ -80,9 +80,9 @@ def linear(
     out : array [..., N], optional
         Written and returned; contiguous, no memory of an input. Not with `residual`.
     static_weight : bool
-        Promises that `weight` was written before the kernel launched just ahead of this one in the stream (a loaded
-        model's always is). From compute capability 9.0 on the product then fetches it while that kernel still runs: at
-        9.0 that of any number of rows, later that of a few.
+        Promises that nothing that is still queued or running writes `weight` (nothing ever writes a loaded model's).
+        From compute capability 9.0 on the product then fetches it while the kernels ahead of it in the stream still
+        run: at 9.0 that of any number of rows, later that of a few.
     backend : {"cukern", "cublas"}
         "cublas" calls the vendor's library, for comparison: its bits change with the batch, and it cannot be captured.
 
@@ -361,7 +361,7 @@ def _device() -> Any:
 
 
 def kernel_variants() -> list[tuple[str, str, tuple[str | int, ...], None]]:
-    """What the published Qwen3 sizes and the small models of the tests launch: (file, kernel, template, no defines).
+    """What Qwen3 0.6B, 8B and the small models of the tests launch: (file, kernel, template, no defines).
 
     For compiling ahead and for the check that nothing spills; other shapes are compiled when they are met.
     """

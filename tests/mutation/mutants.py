@@ -372,6 +372,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "  __syncthreads();\n#pragma unroll 1\n  for (int item",
         "#pragma unroll 1\n  for (int item",
     ),
+    Mutant("linear_rows.cu", "groups of warps store over each other", "(group * Tiles * m + g", "(group * m + g"),
+    Mutant("linear_rows.cu", "groups of warps share tiles", "(first + group * Tiles) * 8", "(first + group) * 8"),
     Mutant("linear_rows.cu", "rows of the second half stored over the first", "g + h * 8) * 8 + lane", "g) * 8 + lane"),
     # ---- attention
     Mutant("attention_prefill.cu", "causal mask one key short", "len - n + 1", "len - n"),
