@@ -154,7 +154,7 @@ __global__ void __launch_bounds__((Groups + 1) * 128, 1)
         mask_keys<CHUNK>(s, key_of(t) + (lane & 3) * 2, item->limit + consumer * 64 + warp * 16 + (lane >> 2), item->len);
     };
     // A turn begins with a chunk's products with K and ends in the exponentials of its first tile. Every consumer has one for
-    // every step of an item, also for steps of which it sees no key.
+    // every step of an item, also for steps of which it sees no key, and one for an item without steps and for the end.
     auto await_turn = [&]() { named_barrier_sync(1 + Groups + opaque(consumer), 256); };
     auto pass_turn = [&]() { named_barrier_arrive(1 + Groups + opaque(1 - consumer), 256); };
     auto pass_turn_if = [&](bool yes) { named_barrier_arrive_if(yes, 1 + Groups + opaque(1 - consumer), 256); };
