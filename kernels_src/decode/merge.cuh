@@ -1,118 +1,190 @@
-// The parts that the chunks of a long sequence have left, merged in ascending order, 32 columns of a head at a time, and sent
+// The parts that the chunks of a long sequence have left, merged in ascending order, some columns of a head at a time, and sent
 // on as its attention output. Same bits as merge_chunks. By all blocks.
 // Test: tests/test_decode_step.py
 #pragma once
 #include "decode/attention.cuh"
 
-// With DIRECT, what a round receives, while warp 0 adds up the round before.
+// With DIRECT, what is received of the chunks of a head, 16 columns of it: in turns, so that those chunks are added up already
+// that have no late ones before them.
 struct __align__(16) ReceivedParts {
-  static constexpr int Parts = 96, Pieces = MERGE_COLUMNS / 4 + 2;  // pieces: four words of a part, for one thread
-  float acc[2][Parts][MERGE_COLUMNS], l[2][Parts][4], m[2][Parts];
-  Vec<float, 2> weights[Parts];  // of the total and of the chunk: ChunkMerge::a and b
+  static constexpr int Columns = 16, Pieces = Columns / 4 + 2;  // pieces: four words of a part, for one thread
+  static constexpr int Batch = 24, Turn = 3 * Batch, Turns = 4, Parts = Turns * Turn;
+  static constexpr int Receivers = THREADS - 64;
+  float values[Parts][Columns + 4];    // sums, then l of the four lanes
+  float a[Parts], b[Parts], m[Parts];  // weights of the total and of the chunk, see ChunkMerge
+  u32 rescaled[Turns];                 // eight bits a batch: whether a weight of the total is not 1
 };
+static_assert(ReceivedParts::Turn * ReceivedParts::Pieces <= ReceivedParts::Receivers, "a turn is received at once");
 static_assert(sizeof(ReceivedParts) <= sizeof(MergeMemory), "decode_step.py counts the larger one");
 
-// By all warps but the first: chunks chunk0 ... chunk0 + count - 1 of a head, N groups of four words a thread.
+// Barriers of a turn: of the receivers and warp 1, of warp 1 and warp 0.
+enum Meeting { RECEIVED, WEIGHED };
+__device__ __forceinline__ void meet_for(Meeting what, int turn, bool waits) {
+  const int id = 1 + turn + (what == WEIGHED ? ReceivedParts::Turns : 0);
+  const int threads = what == WEIGHED ? 64 : ReceivedParts::Receivers + 32;
+  waits ? named_barrier_sync(id, threads) : named_barrier_arrive(id, threads);
+}
+
+// By all warps but the first two: chunks chunk0 ... chunk0 + count - 1 of a head, in N turns at most.
 template <int N, class T>
-__device__ __forceinline__ void receive_parts(const Attention<T> &attention, ReceivedParts &memory, int buffer, int head,
-                                              int column0, int chunk0, int count) {
-  constexpr int Pieces = ReceivedParts::Pieces;
-  const int columns = min(HEAD_DIM - column0, MERGE_COLUMNS), self = this_thread() - 32;
-  const u64 *first[N], *second[N];
-  u32 v[N][4];
+__device__ __forceinline__ void receive_parts(const Attention<T> &attention, ReceivedParts &memory, int head, int column0,
+                                              int chunk0, int count) {
+  constexpr int Pieces = ReceivedParts::Pieces, Turn = ReceivedParts::Turn, Sums = ReceivedParts::Columns / 4;
+  const int self = this_thread() - 64, part0 = self / Pieces, piece = self % Pieces, turns = ceil_div(count, Turn);
+  const Link from{attention.part_words + ((i64)head * attention.max_chunks + chunk0 + part0) * PART_WORDS, 0};
+  const bool sums = piece < Sums;
+  const u64 *const first = sums ? from.template pair_of_words<HEAD_DIM>(0, (column0 + piece * 4) / 2)
+                                : from.words + HEAD_DIM + (piece - Sums) * 4;
+  const u64 *const second = first + (sums ? HEAD_DIM / 2 : 2);
+  u32 missing = 0;
 #pragma unroll
-  for (int i = 0; i < N; ++i) {  // whoever has no words of its own asks for some others: loads without a condition
-    const int n = self + i * (THREADS - 32), part = min(n / Pieces, count - 1), piece = n % Pieces;
-    const Link from{attention.part_words + ((i64)head * attention.max_chunks + chunk0 + part) * PART_WORDS, 0};
-    const bool sums = piece < MERGE_COLUMNS / 4;
-    first[i] = sums ? from.template pair_of_words<HEAD_DIM>(0, (column0 + min(piece * 4, columns - 4)) / 2)
-                    : from.words + HEAD_DIM + (piece - MERGE_COLUMNS / 4) * 4;
-    second[i] = first[i] + (sums ? HEAD_DIM / 2 : 2);
-  }
-  receive_words<N>(v, reinterpret_cast<const u64 *const(&)[N]>(first), reinterpret_cast<const u64 *const(&)[N]>(second),
-                   (1u << N) - 1, attention.out.tag);
+  for (int i = 0; i < N; ++i)
+    if (part0 < Turn && part0 + i * Turn < count) missing |= 1u << i;
+  int turn = 0;  // of those before it everything is there
+#pragma unroll 1
+  do {
+    u32 v[N][4];
+    const u32 there = poll_words<N>(v, first, second, Turn * PART_WORDS, missing, attention.out.tag);
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    const int n = self + i * (THREADS - 32), part = n / Pieces, piece = n % Pieces;
-    if (part >= count || (piece < MERGE_COLUMNS / 4 && piece * 4 >= columns)) continue;
-    if (piece < MERGE_COLUMNS / 4) {
-      *reinterpret_cast<uint4 *>(&memory.acc[buffer][part][piece * 4]) = make_uint4(v[i][0], v[i][1], v[i][2], v[i][3]);
-    } else if (piece == MERGE_COLUMNS / 4) {
-      memory.m[buffer][part] = __uint_as_float(v[i][0]);
+    for (int i = 0; i < N; ++i) {
+      if (!(there >> i & 1)) continue;
+      const int part = part0 + i * Turn;
+      if (sums) {
+        *reinterpret_cast<uint4 *>(&memory.values[part][piece * 4]) = make_uint4(v[i][0], v[i][1], v[i][2], v[i][3]);
+      } else if (piece == Sums) {
+        memory.m[part] = __uint_as_float(v[i][0]);
 #pragma unroll
-      for (int t = 0; t < 3; ++t) memory.l[buffer][part][t] = __uint_as_float(v[i][1 + t]);
-    } else {
-      memory.l[buffer][part][3] = __uint_as_float(v[i][0]);
+        for (int t = 0; t < 3; ++t) memory.values[part][4 * Sums + t] = __uint_as_float(v[i][1 + t]);
+      } else {
+        memory.values[part][4 * Sums + 3] = __uint_as_float(v[i][0]);
+      }
     }
+    missing &= ~there;
+    const int next = __ffs(__reduce_or_sync(0xffffffffu, missing | 1u << turns)) - 1;  // the first that is not there
+#pragma unroll 1
+    for (; turn < next; ++turn) meet_for(RECEIVED, turn, false);
+  } while (turn < turns);
+}
+
+// By warp 1: the weights of the chunks. The running maxima do not depend on the order of a sum and are found by a scan. Behind
+// the last chunk a batch is filled up with what changes no total.
+__device__ __forceinline__ void weigh_parts(ReceivedParts &memory, float &M, int count, float c) {
+  constexpr int Turn = ReceivedParts::Turn, Batch = ReceivedParts::Batch, Each = Batch / 8;
+  constexpr int Row = ReceivedParts::Columns + 4;
+  const int lane = this_thread() & 31, whole = ceil_div(count, Batch) * Batch;
+  float *const values = &memory.values[0][0];
+#pragma unroll 1
+  for (int i = count * Row + lane; i < whole * Row; i += 32) values[i] = 0.f;
+#pragma unroll 1
+  for (int turn = 0; turn * Turn < count; ++turn) {
+    const int part0 = turn * Turn + lane * Each, end = min(count, (turn + 1) * Turn);
+    meet_for(RECEIVED, turn, true);
+    float m[Each], own = -CUKERN_INF;
+#pragma unroll
+    for (int i = 0; i < Each; ++i) {
+      m[i] = part0 + i < end ? memory.m[part0 + i] : -CUKERN_INF;
+      own = fmaxf(own, m[i]);
+    }
+    // `own` becomes the largest of the lanes up to this one.
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const float before = __shfl_up_sync(0xffffffffu, own, step);
+      if (lane >= step) own = fmaxf(own, before);
+    }
+    const float before = __shfl_up_sync(0xffffffffu, own, 1);
+    float top = lane == 0 ? M : fmaxf(M, before);
+    bool same = true;
+#pragma unroll
+    for (int i = 0; i < Each; ++i) {
+      const float now = fmaxf(top, m[i]);
+      const bool inside = part0 + i < end;
+      const float a = inside ? rescale_factor(top, now, c) : 1.f, b = inside ? rescale_factor(m[i], now, c) : -0.f;
+      if (lane < Turn / Each) {
+        memory.a[part0 + i] = a;
+        memory.b[part0 + i] = b;
+      }
+      same = same && a == 1.f;
+      top = now;
+    }
+    M = __shfl_sync(0xffffffffu, top, 31);
+    const u32 rescaled = __ballot_sync(0xffffffffu, !same);
+    if (lane == 0) memory.rescaled[turn] = rescaled;
+    meet_for(WEIGHED, turn, false);
   }
 }
 
-// From tagged words: a block waits for the chunks of its head alone. Warp 0 merges, the others receive; two operations a chunk
-// are serial, for the running maxima do not depend on the order and are found by a scan.
+// By warp 0, `total`: a lane's column, or of four lanes a partial sum of l. Two operations a chunk are serial, one where the
+// maximum stays: to multiply by 1 changes nothing.
+template <bool Rescaled>
+__device__ __forceinline__ void add_batch(const ReceivedParts &memory, float &total, int part0, int at) {
+  constexpr int Batch = ReceivedParts::Batch;
+  float a[Batch], b[Batch], x[Batch];
+#pragma unroll
+  for (int i = 0; i < Batch; i += 4) {
+    const Vec<float, 4> four = load_vec<float, 4>(&memory.b[part0 + i]);
+    Vec<float, 4> before{};
+    if (Rescaled) before = load_vec<float, 4>(&memory.a[part0 + i]);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      a[i + j] = before.v[j];
+      b[i + j] = four.v[j];
+      x[i + j] = memory.values[part0 + i + j][at];
+    }
+  }
+  ChunkMerge merge;
+#pragma unroll
+  for (int i = 0; i < Batch; ++i) {
+    merge.a = Rescaled ? a[i] : 1.f;
+    merge.b = b[i];
+    total = Rescaled ? merge.add(total, x[i]) : fmaf(x[i], b[i], total);
+  }
+}
+__device__ __forceinline__ void add_parts(const ReceivedParts &memory, float &total, int count) {
+  constexpr int Turn = ReceivedParts::Turn, Batch = ReceivedParts::Batch;
+  const int at = min(this_thread() & 31, ReceivedParts::Columns + 3);
+#pragma unroll 1
+  for (int turn = 0; turn * Turn < count; ++turn) {
+    meet_for(WEIGHED, turn, true);
+    u32 rescaled = memory.rescaled[turn];
+    const int end = min(count, (turn + 1) * Turn);
+#pragma unroll 1
+    for (int part = turn * Turn; part < end; part += Batch, rescaled >>= 8)
+      if (rescaled & 0xff)
+        add_batch<true>(memory, total, part, at);
+      else
+        add_batch<false>(memory, total, part, at);
+  }
+}
+
+// From tagged words: a block waits for the chunks of its head alone. Warp 0 adds them up, warp 1 finds their weights, the
+// others receive.
 template <class T> __device__ __forceinline__ void merge_received(const Attention<T> &attention, ReceivedParts &memory) {
   const Link &out = attention.out;
-  constexpr int Slices = ceil_div(HEAD_DIM, MERGE_COLUMNS), Jobs = ROWS * HEADS * Slices;
-  constexpr int Parts = ReceivedParts::Parts, Each = Parts / 32, Most = ceil_div(Parts * ReceivedParts::Pieces, THREADS - 32);
+  constexpr int Columns = ReceivedParts::Columns, Slices = HEAD_DIM / Columns, Jobs = ROWS * HEADS * Slices;
+  constexpr int Parts = ReceivedParts::Parts;
   const int self = this_thread(), lane = self & 31, warp = self >> 5;
 #pragma unroll 1
   for (int job = blockIdx.x; job < Jobs; job += gridDim.x) {
-    const int head = job / Slices, column0 = job % Slices * MERGE_COLUMNS, columns = min(HEAD_DIM - column0, MERGE_COLUMNS);
-    const int chunks = attention.rows[head / HEADS].chunks;
+    const int head = job / Slices, column0 = job % Slices * Columns, chunks = attention.rows[head / HEADS].chunks;
     if (chunks == 1 && !attention.alone()) continue;
-    float total = 0.f, L = 0.f, M = -CUKERN_INF;
-    int buffer = 0;
+    float total = 0.f, M = -CUKERN_INF;
 #pragma unroll 1
-    for (int chunk0 = 0;; chunk0 += Parts, buffer ^= 1) {
-      if (warp > 0 && chunk0 < chunks) {
-        const int count = min(chunks - chunk0, Parts);
-        if (count * ReceivedParts::Pieces <= THREADS - 32)
-          receive_parts<1>(attention, memory, buffer, head, column0, chunk0, count);
-        else
-          receive_parts<Most>(attention, memory, buffer, head, column0, chunk0, count);
-      }
-      if (warp == 0 && chunk0 > 0) {  // the round before
-        const int other = buffer ^ 1, count = min(chunks - (chunk0 - Parts), Parts);
-        float m[Each], own = -CUKERN_INF;
-#pragma unroll
-        for (int i = 0; i < Each; ++i) {
-          m[i] = lane * Each + i < count ? memory.m[other][lane * Each + i] : -CUKERN_INF;
-          own = fmaxf(own, m[i]);
-        }
-        // `own` becomes the largest of the lanes up to this one.
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-          const float before = __shfl_up_sync(0xffffffffu, own, step);
-          if (lane >= step) own = fmaxf(own, before);
-        }
-        const float before = __shfl_up_sync(0xffffffffu, own, 1);
-        float top = lane == 0 ? M : fmaxf(M, before);
-#pragma unroll
-        for (int i = 0; i < Each; ++i) {
-          const float now = fmaxf(top, m[i]);
-          memory.weights[lane * Each + i] =
-              Vec<float, 2>{rescale_factor(top, now, attention.c), rescale_factor(m[i], now, attention.c)};
-          top = now;
-        }
-        M = __shfl_sync(0xffffffffu, top, 31);
-        __syncwarp();
-        ChunkMerge merge;
-#pragma unroll 8
-        for (int part = 0; part < count; ++part) {
-          const Vec<float, 2> w = memory.weights[part];
-          merge.a = w.v[0];
-          merge.b = w.v[1];
-          total = merge.add(total, memory.acc[other][part][lane]);
-          L = merge.add(L, memory.l[other][part][lane & 3]);
-        }
-        __syncwarp();
-      }
-      if (chunk0 >= chunks) break;
-      __syncthreads();
+    for (int chunk0 = 0; chunk0 < chunks; chunk0 += Parts) {
+      const int count = min(chunks - chunk0, Parts);
+      if (chunk0 > 0) __syncthreads();  // what was received may be overwritten
+      if (warp == 0)
+        add_parts(memory, total, count);
+      else if (warp == 1)
+        weigh_parts(memory, M, count, attention.c);
+      else if (count <= ReceivedParts::Turn)
+        receive_parts<1>(attention, memory, head, column0, chunk0, count);
+      else
+        receive_parts<ReceivedParts::Turns>(attention, memory, head, column0, chunk0, count);
     }
     if (warp == 0) {
-      const float y = __fmul_rn(total, softmax_norm(quad_sum(L)));
+      const float norm = __shfl_sync(0xffffffffu, softmax_norm(quad_sum(total)), Columns), y = __fmul_rn(total, norm);
       const float neighbour = __shfl_down_sync(0xffffffffu, y, 1);
-      if (lane < columns && lane % 2 == 0)
+      if (lane < Columns && lane % 2 == 0)
         out.send_pair<Q_SIZE, T, O>(head / HEADS, head % HEADS * HEAD_DIM + column0 + lane, y, neighbour);
     }
     if (OVERLAY || job + (int)gridDim.x < Jobs) __syncthreads();  // what was received may be overwritten: by x, or the next job

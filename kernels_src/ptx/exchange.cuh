@@ -75,6 +75,47 @@ __device__ __forceinline__ void receive_words(u32 (&payload)[N][4], const u64 *c
     for (int i = 0; i < 4; ++i) payload[n][i] = wanted >> n & 1 ? (u32)w[n][i] : 0u;
 }
 
+// One look at groups of four words each, `apart` words from one group to the next, those whose bit is set in `wanted`: which of
+// them bear the tag. Under emulation they must.
+template <int N>
+__device__ __forceinline__ u32 poll_words(u32 (&payload)[N][4], const u64 *first, const u64 *second, int apart, u32 wanted,
+                                          u32 tag PTX_SITE) {
+  u64 w[N][4] = {};
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+    if (wanted >> n & 1) {
+#ifdef CUKERN_EMU
+      emu_access(first + n * apart, 16, 0, 16, "poll_words", PTX_HERE);
+      emu_access(second + n * apart, 16, 0, 16, "poll_words", PTX_HERE);
+      for (int i = 0; i < 4; ++i) {
+        w[n][i] = (i < 2 ? first : second - 2)[n * apart + i];
+        if ((u32)(w[n][i] >> 32) != tag) emu_trap("poll_words: a word that was not sent", PTX_HERE);
+      }
+#else
+      asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+                   : "=l"(w[n][0]), "=l"(w[n][1])
+                   : "l"(first + n * apart)
+                   : "memory");
+      asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+                   : "=l"(w[n][2]), "=l"(w[n][3])
+                   : "l"(second + n * apart)
+                   : "memory");
+#endif
+    }
+  u32 there = 0;
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    bool all = wanted >> n & 1;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      all = all && (u32)(w[n][i] >> 32) == tag;
+      payload[n][i] = (u32)w[n][i];
+    }
+    if (all) there |= 1u << n;
+  }
+  return there;
+}
+
 // Every block, between sending and the first receive of what others send: nothing on a GPU. Under emulation, where blocks do
 // not spin, it is the wait.
 __device__ __forceinline__ void meet_senders(PTX_SITE0) {

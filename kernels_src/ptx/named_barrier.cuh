@@ -12,13 +12,17 @@ __device__ __forceinline__ void named_barrier_sync(int barrier, int threads PTX_
 #endif
 }
 
-// Counts these threads in, without waiting for the others. No CPU body: not emulated.
-__device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
+// Counts these threads in, without waiting for the others. Under emulation they wait.
+__device__ __forceinline__ void named_barrier_arrive(int barrier, int threads PTX_SITE) {
+#ifdef CUKERN_EMU
+  emu_barrier(barrier, threads, emu::B_PLAIN, 0, PTX_HERE);
+#else
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+#endif
 }
 
 // The same if `yes`, which is alike in all threads of a warp: one instruction and no branch, so that the code around it is
-// scheduled as a whole.
+// scheduled as a whole. No CPU body: not emulated.
 __device__ __forceinline__ void named_barrier_arrive_if(bool yes, int barrier, int threads) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p bar.arrive %0, %1;\n}" ::"r"(barrier), "r"(threads), "r"((u32)yes)
                : "memory");

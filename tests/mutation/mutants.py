@@ -589,9 +589,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "if (couple) named_barrier_sync(1 + TEAMS + (BY_WARPS",
         "if (false) named_barrier_sync(1 + TEAMS + (BY_WARPS",
     ),
-    Mutant("decode/merge.cuh", "chunks of the rounds before forgotten", "lane == 0 ? M : fmaxf", "fmaxf"),
+    Mutant("decode/merge.cuh", "chunks of the turns before forgotten", "fmaxf(M, before)", "before"),
     Mutant("decode/merge.cuh", "largest score so far of one chunk alone", "fmaxf(top, m[i])", "m[i]"),
-    Mutant("decode/merge.cuh", "one buffer for all rounds", "buffer ^= 1", "buffer ^= 0"),
+    Mutant("decode/merge.cuh", "weights that fill up a batch take the total away", "c) : 1.f", "c) : 0.f"),
+    Mutant("decode/merge.cuh", "the total is never rescaled", "rescaled & 0xff", "rescaled & 0"),
     Mutant("decode/attention.cuh", "key past the sequence", "(e & 1) >= length", "(e & 1) > length"),
     Mutant(
         "decode/product.cuh",
