@@ -196,21 +196,21 @@ def test_slot_of_minus_one_with_items_of_single_warps() -> None:
     np.testing.assert_array_equal(bits(other.k), bits(cache.k))
 
 
-@pytest.mark.parametrize("chunks", [131, 290])
-def test_more_chunks_than_are_merged_in_a_round(chunks: int, tmp_path: Path) -> None:
-    """In two turns, and in the turns of two rounds."""
+@pytest.mark.parametrize(("chunks", "head_dim", "blocks"), [(131, 16, 4), (290, 16, 4), (131, 32, 3)])
+def test_more_chunks_than_are_merged_in_a_round(chunks: int, head_dim: int, blocks: int, tmp_path: Path) -> None:
+    """In two turns, and in the turns of two rounds: by 16 columns, and by 32 where there are fewer blocks than jobs."""
     config = replace(
         model_of("tied-fp16").config,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=16,
+        head_dim=head_dim,
         num_hidden_layers=1,
         max_position_embeddings=40000,
     )
     model = Qwen3.from_pretrained(make_checkpoint(tmp_path, config, "float16", std=0.2), device="emulated")
     scene = Scene(model, ((chunks - 1) * 128 + 1,), block_size=256)
     with cukern.emulate(check=False):
-        assert_same(scene, scene.stepped(4), scene.expected())
+        assert_same(scene, scene.stepped(blocks), scene.expected())
 
 
 @pytest.mark.parametrize("shared_kb", [227, 160])

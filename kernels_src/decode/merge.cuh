@@ -4,17 +4,17 @@
 #pragma once
 #include "decode/attention.cuh"
 
-// With DIRECT, what is received of the chunks of a head, 16 columns of it: in turns, so that those chunks are added up already
-// that have no late ones before them.
+// With DIRECT, what is received of the chunks of a head, some columns of it: in turns, so that those chunks are added up
+// already that have no late ones before them. 16 columns where there are blocks for that, else 32: fewer have two jobs.
 struct __align__(16) ReceivedParts {
-  static constexpr int Columns = 16, Pieces = Columns / 4 + 2;  // pieces: four words of a part, for one thread
-  static constexpr int Batch = 24, Turn = 3 * Batch, Turns = 4, Parts = Turns * Turn;
+  static constexpr bool Wide = HEAD_DIM % 32 == 0 && ROWS * HEADS * (HEAD_DIM / 16) > BLOCKS;
+  static constexpr int Columns = Wide ? 32 : 16, Pieces = Columns / 4 + 2;  // pieces: four words of a part, for one thread
   static constexpr int Receivers = THREADS - 64;
+  static constexpr int Batch = Wide ? 16 : 24, Turn = Receivers / Pieces / Batch * Batch, Turns = 4, Parts = Turns * Turn;
   float values[Parts][Columns + 4];    // sums, then l of the four lanes
   float a[Parts], b[Parts], m[Parts];  // weights of the total and of the chunk, see ChunkMerge
   u32 rescaled[Turns];                 // eight bits a batch: whether a weight of the total is not 1
 };
-static_assert(ReceivedParts::Turn * ReceivedParts::Pieces <= ReceivedParts::Receivers, "a turn is received at once");
 static_assert(sizeof(ReceivedParts) <= sizeof(MergeMemory), "decode_step.py counts the larger one");
 
 // Barriers of a turn: of the receivers and warp 1, of warp 1 and warp 0.
@@ -113,12 +113,12 @@ __device__ __forceinline__ void weigh_parts(ReceivedParts &memory, float &M, int
   }
 }
 
-// By warp 0, `total`: a lane's column, or of four lanes a partial sum of l. Two operations a chunk are serial, one where the
-// maximum stays: to multiply by 1 changes nothing.
+// By warp 0, `total`: a lane's column, or of four lanes a partial sum of l; where all lanes have a column, L is that. Two
+// operations a chunk are serial, one where the maximum stays: to multiply by 1 changes nothing.
 template <bool Rescaled>
-__device__ __forceinline__ void add_batch(const ReceivedParts &memory, float &total, int part0, int at) {
-  constexpr int Batch = ReceivedParts::Batch;
-  float a[Batch], b[Batch], x[Batch];
+__device__ __forceinline__ void add_batch(const ReceivedParts &memory, float &total, float &L, int part0, int at) {
+  constexpr int Batch = ReceivedParts::Batch, Columns = ReceivedParts::Columns;
+  float a[Batch], b[Batch], x[Batch], l[Batch];
 #pragma unroll
   for (int i = 0; i < Batch; i += 4) {
     const Vec<float, 4> four = load_vec<float, 4>(&memory.b[part0 + i]);
@@ -129,6 +129,7 @@ __device__ __forceinline__ void add_batch(const ReceivedParts &memory, float &to
       a[i + j] = before.v[j];
       b[i + j] = four.v[j];
       x[i + j] = memory.values[part0 + i + j][at];
+      if constexpr (ReceivedParts::Wide) l[i + j] = memory.values[part0 + i + j][Columns + (at & 3)];
     }
   }
   ChunkMerge merge;
@@ -137,9 +138,10 @@ __device__ __forceinline__ void add_batch(const ReceivedParts &memory, float &to
     merge.a = Rescaled ? a[i] : 1.f;
     merge.b = b[i];
     total = Rescaled ? merge.add(total, x[i]) : fmaf(x[i], b[i], total);
+    if constexpr (ReceivedParts::Wide) L = Rescaled ? merge.add(L, l[i]) : fmaf(l[i], b[i], L);
   }
 }
-__device__ __forceinline__ void add_parts(const ReceivedParts &memory, float &total, int count) {
+__device__ __forceinline__ void add_parts(const ReceivedParts &memory, float &total, float &L, int count) {
   constexpr int Turn = ReceivedParts::Turn, Batch = ReceivedParts::Batch;
   const int at = min(this_thread() & 31, ReceivedParts::Columns + 3);
 #pragma unroll 1
@@ -150,9 +152,9 @@ __device__ __forceinline__ void add_parts(const ReceivedParts &memory, float &to
 #pragma unroll 1
     for (int part = turn * Turn; part < end; part += Batch, rescaled >>= 8)
       if (rescaled & 0xff)
-        add_batch<true>(memory, total, part, at);
+        add_batch<true>(memory, total, L, part, at);
       else
-        add_batch<false>(memory, total, part, at);
+        add_batch<false>(memory, total, L, part, at);
   }
 }
 
@@ -167,13 +169,13 @@ template <class T> __device__ __forceinline__ void merge_received(const Attentio
   for (int job = blockIdx.x; job < Jobs; job += gridDim.x) {
     const int head = job / Slices, column0 = job % Slices * Columns, chunks = attention.rows[head / HEADS].chunks;
     if (chunks == 1 && !attention.alone()) continue;
-    float total = 0.f, M = -CUKERN_INF;
+    float total = 0.f, L = 0.f, M = -CUKERN_INF;
 #pragma unroll 1
     for (int chunk0 = 0; chunk0 < chunks; chunk0 += Parts) {
       const int count = min(chunks - chunk0, Parts);
       if (chunk0 > 0) __syncthreads();  // what was received may be overwritten
       if (warp == 0)
-        add_parts(memory, total, count);
+        add_parts(memory, total, L, count);
       else if (warp == 1)
         weigh_parts(memory, M, count, attention.c);
       else if (count <= ReceivedParts::Turn)
@@ -182,7 +184,9 @@ template <class T> __device__ __forceinline__ void merge_received(const Attentio
         receive_parts<ReceivedParts::Turns>(attention, memory, head, column0, chunk0, count);
     }
     if (warp == 0) {
-      const float norm = __shfl_sync(0xffffffffu, softmax_norm(quad_sum(total)), Columns), y = __fmul_rn(total, norm);
+      float norm = softmax_norm(quad_sum(ReceivedParts::Wide ? L : total));
+      if constexpr (!ReceivedParts::Wide) norm = __shfl_sync(0xffffffffu, norm, Columns);
+      const float y = __fmul_rn(total, norm);
       const float neighbour = __shfl_down_sync(0xffffffffu, y, 1);
       if (lane < Columns && lane % 2 == 0)
         out.send_pair<Q_SIZE, T, O>(head / HEADS, head % HEADS * HEAD_DIM + column0 + lane, y, neighbour);
