@@ -33,6 +33,7 @@ from cukern.bench.startup import startup
 from cukern.bench.timing import GpuTimer, in_graph
 from cukern.bench.torch_peer import TorchDecoder
 from cukern.models import demo_checkpoint
+from cukern.ops import _linear_variants
 
 FLOORS = Floors(4e12, 8e14)
 SMALL = [
@@ -478,6 +479,19 @@ def test_free_order_changes_the_sums_and_nothing_else():
         assert (a != b).any()
         np.testing.assert_allclose(a.astype(np.float32), b.astype(np.float32), atol=2e-3)
         np.testing.assert_array_equal(a, c)
+
+
+def test_free_order_is_chosen_anew_on_any_gpu():
+    """Also what was chosen for the product before: of a weight with segments the whole at once, of one chain never."""
+    h200 = _linear_variants.Gpu(132, 227 << 10, 228 << 10)
+    for _ in range(2):
+        for m in (1, 16):
+            assert _linear_variants.at_once(m, 1024, 2048, h200) is not None
+            with free_order():
+                assert _linear_variants.at_once(m, 1024, 2048, h200) is None
+                chosen = _linear_variants.select(m, 1024, 2048, True, h200)
+                assert chosen.fits(m, 1024, 2048, h200.max_shared)
+                assert 0 in chosen.template(_linear_variants.template_segment(1024, 2048))
 
 
 def test_exactness_rows(monkeypatch):

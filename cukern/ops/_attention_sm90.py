@@ -39,8 +39,8 @@ class Layout(enum.IntEnum):
 class HopperVariant:
     """`groups` consumer warpgroups of 64 query rows each; rings of `stages` steps of `keys` keys.
 
-    Steps of 64 keys: the kernel for head_dim 64. Steps of 128: that for head_dim 128, which works on whole chunks and has
-    two groups, which take turns.
+    Steps of 64 keys: the kernel for head_dim 64. Steps of 128: that for head_dim 128, which works on whole chunks and
+    has two groups, which take turns.
     """
 
     groups: int
