@@ -102,8 +102,10 @@ def assert_same(scene: Scene, got: Any, want: Any) -> None:
         np.testing.assert_array_equal(a, b, err_msg=f"{name} cache")
 
 
-@pytest.mark.parametrize("blocks", [3, 4, 8])
-@pytest.mark.parametrize("name", ["tied-fp16", "untied-bf16-sharded", "hd128-fp16"])
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [("tied-fp16", 3), ("tied-fp16", 8), ("untied-bf16-sharded", 4), ("hd128-fp16", 3), ("hd128-fp16", 8)],
+)
 def test_forward_bits_for_any_grid(name: str, blocks: int) -> None:
     scene = Scene(model_of(name), (129, 64, 1))
     assert_same(scene, scene.stepped(blocks), scene.expected())
@@ -246,8 +248,9 @@ def test_two_segments_at_once(lengths: tuple[int, ...], tmp_path: Path) -> None:
         assert_same(scene, scene.stepped(17, 2, max_shared_mem=227 << 10), scene.expected(2))
 
 
-@pytest.mark.parametrize("shared_kb", [227, 80])
-@pytest.mark.parametrize(("lengths", "blocks"), [((130,), 17), ((3, 70, 20), 5)])
+@pytest.mark.parametrize(
+    ("lengths", "blocks", "shared_kb"), [((130,), 17, 227), ((130,), 17, 80), ((3, 70, 20), 5, 227)]
+)
 def test_chains_of_several_chunks(lengths: tuple[int, ...], blocks: int, shared_kb: int, tmp_path: Path) -> None:
     """Few streams with deep rings: segments of several chunks, and runs of segments that go on in the next tile.
 
