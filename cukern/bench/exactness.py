@@ -41,6 +41,7 @@ def free_order() -> Iterator[None]:
         changed(
             (_linear_sm90, "template_segment", lambda n, k: 0),
             (_linear_variants, "template_segment", lambda n, k: 0),
+            (_linear_variants, "at_once", lambda *_: None),  # for weights with segments, of which there are none
             (prefill, "select", _endless(prefill.select)),
         ),
     ):

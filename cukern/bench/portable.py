@@ -48,10 +48,8 @@ def changed(*changes: tuple[Any, str, Any]) -> Iterator[None]:
     def put(values: Sequence[tuple[Any, str, Any]]) -> None:
         for module, name, value in values:
             setattr(module, name, value)
-        for module in (linear, _linear_sm90, _linear_variants):
-            for remembered in vars(module).values():
-                if hasattr(remembered, "cache_clear"):
-                    remembered.cache_clear()
+        for chosen in (linear._plan, _linear_sm90._plan, _linear_sm90.select, _linear_variants.select):
+            chosen.cache_clear()
         jit.reload()
 
     put(changes)
