@@ -279,7 +279,9 @@ __global__ void __launch_bounds__(THREADS, 1)
         barrier.wait();
         merge_long(attention, *reinterpret_cast<MergeMemory *>(shared + Shared::kv));
       }
-      // What teams of several items and single warps have put off, and the next layer's keys: memory has time now.
+      // What teams of several items and single warps have put off, and the next layer's keys: memory has time now. Behind
+      // single warps, though, some blocks are still receiving when the first warps of others are done.
+      if (PAIRS && attention.alone()) __syncthreads();
       if (PAIRS && stream.due == O) stream.template fill_unit<1>();
       if (!attention.alone() && layer + 1 < LAYERS) attention.prefetch_first_keys(layer_cache(layer + 1).keys());
     }
