@@ -74,17 +74,64 @@ def test_check_mode_is_the_default_under_pytest(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(
     ("options", "word"),
-    [({"order": "aside"}, "order"), ({"workers": 0}, "workers"), ({"timeout": 0}, "timeout"), ({"seed": -1}, "seed")],
+    [
+        ({"order": "aside"}, "order"),
+        ({"order": 3}, "order"),
+        ({"workers": 0}, "workers"),
+        ({"workers": 1 << 31}, "workers"),
+        ({"timeout": 0}, "timeout"),
+        ({"timeout": float("nan")}, "timeout"),
+        ({"seed": -1}, "seed"),
+    ],
 )
 def test_options_out_of_range(options: dict[str, Any], word: str) -> None:
-    with pytest.raises(ValueError, match=word), cukern.emulate(**options):
+    with pytest.raises(ValueError, match=f"^{word}="), cukern.emulate(**options):
         pass
 
 
-@pytest.mark.parametrize(("name", "value"), [("CHECK", "maybe"), ("TIMEOUT", "soon"), ("ORDER", "sideways")])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("check", "yes"),
+        ("check", 2),
+        ("check", 1.0),
+        ("seed", 1.5),
+        ("seed", "7"),
+        ("workers", 2.0),
+        ("workers", True),
+        ("timeout", "5"),
+        ("timeout", True),
+    ],
+)
+def test_options_of_a_wrong_kind(option: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"^{option}={value!r}: expected"), cukern.emulate(**{option: value}):
+        pass
+
+
+def test_options_may_be_numpy_scalars() -> None:
+    options: dict[str, Any] = {"check": np.True_, "seed": np.int64(3), "workers": np.uint8(2), "timeout": np.float32(9)}
+    with cukern.emulate(**options):
+        now = settings.current()
+    assert (now.check, now.seed, now.workers, now.timeout) == (True, 3, 2, 9.0)
+    assert [type(v) for v in (now.check, now.seed, now.workers, now.timeout)] == [bool, int, int, float]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("CHECK", "maybe"),
+        ("TIMEOUT", "soon"),
+        ("TIMEOUT", "-1"),
+        ("ORDER", "sideways"),
+        ("SEED", "1.5"),
+        ("SEED", "-1"),
+        ("WORKERS", "nan"),
+        ("WORKERS", "0"),
+    ],
+)
 def test_environment_out_of_range(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(f"CUKERN_EMULATE_{name}", value)
-    with pytest.raises(ValueError, match=value):
+    with pytest.raises(ValueError, match=f"^CUKERN_EMULATE_{name}='?{value}"):
         settings.current()
 
 

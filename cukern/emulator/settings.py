@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 ORDERS = ("up", "down", "random")
 
@@ -23,15 +25,51 @@ class Settings:
     workers: int
     timeout: float
 
-    def __post_init__(self) -> None:
-        if self.order not in ORDERS:
-            raise ValueError(f"order={self.order!r}: expected one of {', '.join(ORDERS)}")
-        if self.workers < 1:
-            raise ValueError(f"workers={self.workers}: expected 1 or more")
-        if not self.timeout > 0:
-            raise ValueError(f"timeout={self.timeout}: expected a positive number of seconds")
-        if not 0 <= self.seed < 1 << 63:
-            raise ValueError(f"seed={self.seed}: expected 0 <= seed < 2**63")
+
+def _check(value: object, name: str) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}={value!r}: expected True or False")
+    return bool(value)
+
+
+def _order(value: object, name: str) -> str:
+    if not isinstance(value, str) or value not in ORDERS:
+        raise ValueError(f"{name}={value!r}: expected one of {', '.join(ORDERS)}")
+    return value
+
+
+def _whole(value: Any, name: str, least: int, bits: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name}={value!r}: expected a whole number")
+    if not least <= value < 1 << bits:
+        raise ValueError(f"{name}={value}: expected {least} <= {name} < 2**{bits}")
+    return int(value)
+
+
+def _seed(value: object, name: str) -> int:
+    return _whole(value, name, 0, 63)
+
+
+def _workers(value: object, name: str) -> int:
+    return _whole(value, name, 1, 31)
+
+
+def _timeout(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise TypeError(f"{name}={value!r}: expected a number of seconds")
+    if not value > 0:
+        raise ValueError(f"{name}={value}: expected a positive number of seconds")
+    return float(value)
+
+
+# option -> what checks it; the name that an error gives is the option's or the variable's
+_OPTIONS: dict[str, Callable[[Any, str], Any]] = {
+    "check": _check,
+    "order": _order,
+    "seed": _seed,
+    "workers": _workers,
+    "timeout": _timeout,
+}
 
 
 _current: ContextVar[Settings | None] = ContextVar("cukern_emulate", default=None)
@@ -48,14 +86,14 @@ def _flag(name: str) -> bool | None:
     raise ValueError(f"{name}={text!r}: expected 1 or 0")
 
 
-def _number(name: str, default: float) -> float:
+def _number(name: str, default: float, kind: Callable[[str], float]) -> float:
     text = os.environ.get(name, "").strip()
     if not text:
         return default
     try:
-        return float(text)
+        return kind(text)
     except ValueError:
-        raise ValueError(f"{name}={text!r}: expected a number") from None
+        raise ValueError(f"{name}={text!r}: expected a {'whole ' if kind is int else ''}number") from None
 
 
 def debugging() -> bool:
@@ -77,12 +115,15 @@ def from_environment() -> Settings:
         check = "PYTEST_CURRENT_TEST" in os.environ
     # a test runner with several processes has already divided the machine
     workers = 1 if "PYTEST_XDIST_WORKER" in os.environ else _cpus()
+    prefix = "CUKERN_EMULATE_"
+    order = os.environ.get(prefix + "ORDER", "").strip().lower() or "up"
+    timeout = _number(prefix + "TIMEOUT", math.inf if debugging() else 60.0, float)
     return Settings(
         check=check,
-        order=os.environ.get("CUKERN_EMULATE_ORDER", "").strip().lower() or "up",
-        seed=int(_number("CUKERN_EMULATE_SEED", 0)),
-        workers=int(_number("CUKERN_EMULATE_WORKERS", workers)),
-        timeout=_number("CUKERN_EMULATE_TIMEOUT", math.inf if debugging() else 60.0),
+        order=_order(order, prefix + "ORDER"),
+        seed=_seed(_number(prefix + "SEED", 0, int), prefix + "SEED"),
+        workers=_workers(_number(prefix + "WORKERS", workers, int), prefix + "WORKERS"),
+        timeout=_timeout(timeout, prefix + "TIMEOUT"),
     )
 
 
@@ -128,8 +169,8 @@ def emulate(
 
     Raises
     ------
-    ValueError
-        For an option out of range.
+    TypeError, ValueError
+        For an option of a wrong kind or out of range.
 
     Examples
     --------
@@ -138,7 +179,8 @@ def emulate(
     ...     y = cukern.ops.rms_norm(np.ones((2, 8), np.float16), np.ones(8, np.float32))
     """
     given: dict[str, Any] = {"check": check, "order": order, "seed": seed, "workers": workers, "timeout": timeout}
-    token = _current.set(replace(current(), **{k: v for k, v in given.items() if v is not None}))
+    checked = {k: _OPTIONS[k](v, k) for k, v in given.items() if v is not None}
+    token = _current.set(replace(current(), **checked))
     try:
         yield
     finally:
