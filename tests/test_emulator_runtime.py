@@ -14,7 +14,7 @@ import pytest
 
 import cukern
 from cukern import emulator as E
-from cukern.emulator import settings, source, symbols
+from cukern.emulator import settings, source, symbols, toolchain
 
 ORDERS = ("up", "down", "random")
 
@@ -578,6 +578,75 @@ def test_missing_kernel_is_named() -> None:
     text = one + kernel("x[0] = n;").replace(" k(", " two(")
     with pytest.raises(E.BuildError, match=r"no kernel 'three<float>' in k\.cu \(kernels found: one, two\)"):
         launch(text, (np.zeros(1, np.float32),), name="three<float>")
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is told before anything is compiled."""
+
+    def build(*_: Any, **options: Any) -> Path:
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(toolchain, "build_kernel", build)
+
+
+ONE = "template <class T> __global__ void k(T *x) {}"
+TWO = "template <class T, int N = 2>\n__global__ void __launch_bounds__(64) k(T *x) {}"
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "message"),
+    [
+        (ONE, "k", r"'k' is a template <class T>: give template=\(\.\.\.\)"),
+        (f"namespace a {{ {ONE} }}", "a::k", "'k' is a template <class T>: give"),
+        (ONE, "k<float, 3>", r"takes 1 argument, template=\('float', '3'\) was given"),
+        (TWO, "k<float, 3, 4>", "takes 1 to 2 arguments, .* was given"),
+        (TWO.replace(" = 2", ""), "k<float>", r"takes 2 arguments, template=\('float',\) was given"),
+        (ONE, "k<3>", "'class T' is a type, '3' was given"),
+        (TWO, "k<float, half>", "'int N = 2' is a value, 'half' was given"),
+        (kernel(""), "k<float>", r"'k' is no template, template=\('float',\) was given"),
+        (f"template <class T> struct A {{}}; {kernel('')}", "k<A<int>>", "no template"),
+    ],
+)
+@pytest.mark.usefixtures("no_compiler")
+def test_template_arguments_that_do_not_fit(text: str, name: str, message: str) -> None:
+    with pytest.raises(E.BuildError, match=message):
+        launch(text, (None,), name=name)
+
+
+def test_template_argument_that_is_not_known() -> None:
+    with pytest.raises(E.BuildError, match=r"its name: .*flaot") as caught:
+        launch(ONE, (None,), name="k<flaot>")
+    assert "launch.h" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("template <class... T> __global__ void k(T *...x) {}", "k<float, int, half>"),
+        ("template <class T, bool B = (2 > 1), class U = int> __global__ void k(T *x) {}", "k<float, false, half>"),
+        ("template <class T, bool B> __global__ void k(T *x) {}", "k<int, (2 > 1)>"),
+        (f"{ONE} {kernel('')}", "k<float>"),
+        ("template <class T> __global__ void k(T *x); template <> __global__ void k(int *x) {}", "k<int>"),
+        ("template <class T = int> __global__ void k(T *x); template <class T> __global__ void k(T *x) {}", "k<>"),
+        ("template <template <class> class A, class T> __global__ void k(A<T> *x) {}", "k<B, int>"),
+        (f"namespace a {{ {ONE} }} namespace b {{ template <int N> __global__ void k(int *x) {{}} }}", "a::k<int>"),
+        ("#define KERNEL(name) __global__ void name\nKERNEL(k)(int *x) {}", "k"),
+        ("#define NAME k\n__global__ void NAME(int *x) {}", "k"),
+        ("#define JOIN(a, b) a##b\n__global__ void JOIN(pre, fix)(int *x) {}", "prefix"),
+        ("__device__ void k(int *x, int n) {}\n__global__ void k(int *x) {}", "k"),
+    ],
+)
+def test_names_that_may_be_right(text: str, name: str) -> None:
+    assert not source.misnamed(text, name, "k.cu")
+
+
+@pytest.mark.parametrize("head", ["__device__ void", "void", "template <class T> __device__ void"])
+@pytest.mark.usefixtures("no_compiler")
+def test_a_function_that_is_no_kernel(head: str) -> None:
+    text = f"{head} f(float *x) {{}}\n__global__ void k(float *x) {{ f(x); }} // __global__ f(x)"
+    with pytest.raises(E.BuildError, match=r"'f' is a function without __global__ in k\.cu \(kernels found: k\)"):
+        launch(text, (np.zeros(1, np.float32),), name="f<float>" if "template" in head else "f")
 
 
 def test_names_that_nvrtc_lacks_are_missing_here_too() -> None:

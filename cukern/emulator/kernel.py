@@ -64,6 +64,9 @@ class EmulatedKernel:
             with self._lock:
                 found = self._binaries.get(key)
                 if found is None:
+                    wrong = source.misnamed(self._text, self.name, self.filename)
+                    if wrong:
+                        raise BuildError(wrong)
                     try:
                         path = toolchain.build_kernel(self._prepared.text, check=check, debug=debug)
                     except BuildError as e:
@@ -78,8 +81,10 @@ class EmulatedKernel:
             names = ", ".join(kernel_names(self._text)) or "none"
             return BuildError(f"no kernel {self.name!r} in {self.filename} (kernels found: {names})", e.log)
         found = re.findall(r"^(.*?):(\d+):(?:\d+:)? (?:fatal )?error: (.*)$", e.log, re.M)
-        shown = [x for x in found if not _ours(x[0])] or found
-        lines = "\n".join(f"{f}:{n}: {m}" for f, n, m in shown[:10])
+        # where the text is well, what is wrong is the name, which the exports repeat
+        shown = [x for x in found if not _ours(x[0])] or [x for x in found if x[0] == source.EXPORTS] or found
+        told = dict.fromkeys(f"its name: {m}" if f == source.EXPORTS else f"{f}:{n}: {m}" for f, n, m in shown)
+        lines = "\n".join([*told][:10])
         compiler = toolchain.find_compiler().name
         return BuildError(f"kernel {self.name!r} does not compile for emulation ({compiler}):\n{lines or e.log}", e.log)
 

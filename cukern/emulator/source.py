@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+from ..jit.signature import SCALARS, kernel_names, split_commas
 
 EXPORTS = "cukern exports"  # the "file" of what is appended to a kernel
 
@@ -108,15 +111,25 @@ def _position(text: str, end: int, filename: str) -> tuple[str, int]:
     return file, line
 
 
+def _base(name: str) -> str:
+    """The function's own name in a name expression."""
+    return name.split("<")[0].rsplit("::", 1)[-1].strip(" &")
+
+
+def _declarations(code: str, base: str) -> Iterator[tuple[str, int]]:
+    """Every place where `base` is declared or called: what stands before it in its statement, and where its ( ends."""
+    for m in re.finditer(rf"\b{re.escape(base)}\s*\(", code):
+        start = 1 + max(code.rfind(c, 0, m.start()) for c in ";{}")
+        yield code[start : m.start()], m.end()
+
+
 def _parameters(code: str, name: str) -> tuple[str, ...] | None:
     """Names of the kernel's parameters, for messages; None if there is no such kernel."""
-    base = name.split("<")[0].rsplit("::", 1)[-1].strip(" &")
-    for m in re.finditer(rf"\b{re.escape(base)}\s*\(", code):
-        head = code[max(0, m.start() - 400) : m.start()]
-        if "__global__" not in head.rsplit(";", 1)[-1].rsplit("}", 1)[-1]:
+    for head, begin in _declarations(code, _base(name)):
+        if "__global__" not in head:
             continue
-        depth, parts, start = 1, [], m.end()
-        for i in range(m.end(), len(code)):
+        depth, parts, start = 1, [], begin
+        for i in range(begin, len(code)):
             c = code[i]
             if c in "(<[{":
                 depth += 1
@@ -130,3 +143,54 @@ def _parameters(code: str, name: str) -> tuple[str, ...] | None:
         names = [re.search(r"(\w+)\s*(?:\[[^\]]*\]\s*)?$", p.split("=")[0].strip()) for p in parts if p.strip()]
         return tuple(n[1] if n else "?" for n in names)
     return None
+
+
+def misnamed(text: str, name: str, filename: str) -> str:
+    """Why `name` can mean no kernel of the text, told before the C++ compiler's words for it; "" if it may."""
+    code, base = blank(text), _base(name)
+    defines = re.findall(r"^[ \t]*#[ \t]*define\b(?:[^\n\\]|\\.)*", code, re.M | re.S)
+    if any(re.search(rf"__global__|##|\b{re.escape(base)}\b", d) for d in defines):
+        return ""  # a macro may make the declaration or the name
+    code = re.sub(r"^[ \t]*#(?:[^\n\\]|\\.)*", "", code, flags=re.M | re.S)
+    found = list(_declarations(code, base))
+    heads = [head for head, _ in found if "__global__" in head]
+    kernels = kernel_names(text)
+    if not heads and base not in kernels:
+        names = ", ".join(kernels) or "none"
+        what = f"{base!r} is a function without __global__" if found else f"no kernel {name!r}"
+        return f"{what} in {filename} (kernels found: {names})"
+    return _template_mismatch(heads, name, base)
+
+
+def _template_mismatch(heads: list[str], name: str, base: str) -> str:
+    """What is wrong with the template arguments of `name`, going by the heads of the kernel's declarations."""
+    _, given, rest = name.partition("<")
+    arguments = split_commas(rest.rpartition(">")[0])
+    told = "".join(f"{a!r}, " for a in arguments).rstrip(" " if len(arguments) == 1 else ", ")
+    lists = [head.split("__global__")[0] for head in heads]
+    lists = [head for head in lists if not re.search(r"\btemplate\s*<\s*>", head)]  # a specialisation adds nothing
+    templates = [m[1] for head in lists if (m := re.search(r"\btemplate\s*<(.*)>", head, re.S))]
+    if lists and given and not any(re.search(r"[<>]|\btemplate\b", head) for head in lists):
+        return f"kernel {base!r} is no template, template=({told}) was given"
+    if not templates or len(templates) < len(lists):
+        return ""  # also a plain kernel among templates: the compiler chooses
+    shown = "template <" + " ".join(templates[-1].split()) + ">"
+    if not given:
+        return f"kernel {base!r} is a {shown}: give template=(...)"
+    if any("..." in t or t.count("<") != t.count(">") for t in (*templates, rest[:-1])):
+        return ""  # as many as one likes; or a comparison, which is not told from a bracket here
+    parameters = [split_commas(t) for t in templates]
+    # defaults may stand at the first declaration alone
+    least = min(sum("=" not in p for p in declared) for declared in parameters)
+    most = max(map(len, parameters))
+    if not least <= len(arguments) <= most:
+        wanted = f"{least} to {most}" if least < most else f"{most}"
+        plural = "" if wanted == "1" else "s"
+        return f"kernel {base!r} is a {shown} and takes {wanted} argument{plural}, template=({told}) was given"
+    for parameter, argument in zip(parameters[0], arguments) if len(parameters) == 1 else ():
+        is_type = re.match(r"(?:class|typename)\b", parameter) is not None
+        if is_type and re.fullmatch(r"[-+]?\d\w*|true|false", argument):
+            return f"kernel {base!r} is a {shown}: {parameter!r} is a type, {argument!r} was given"
+        if re.match(r"(?:int|unsigned|long|bool|[ui](?:8|16|32|64))\b", parameter) and argument in SCALARS:
+            return f"kernel {base!r} is a {shown}: {parameter!r} is a value, {argument!r} was given"
+    return ""
