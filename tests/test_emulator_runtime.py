@@ -135,6 +135,22 @@ def test_environment_out_of_range(monkeypatch: pytest.MonkeyPatch, name: str, va
         settings.current()
 
 
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        ("/bin/false", r"does not work: with --version it ends with status 1 \(no output\)"),
+        ("sh -c 'echo broken >&2; exit 3'", r"status 3 \(broken\)"),
+        ("/no/such/compiler", "No such file"),
+        ("g++ '-O1", "No closing quotation"),
+    ],
+)
+def test_a_compiler_that_does_not_work(monkeypatch: pytest.MonkeyPatch, command: str, why: str) -> None:
+    monkeypatch.setenv("CUKERN_CXX", command)
+    with pytest.raises(E.ToolchainError, match=rf"^CUKERN_CXX=.*{why}") as caught:
+        launch(FILL, (np.zeros(64, np.float32), 1))
+    assert len(str(caught.value).splitlines()) == 1
+
+
 def test_threads_and_tasks_have_their_own_settings() -> None:
     seen: dict[str, Any] = {}
 
@@ -208,6 +224,12 @@ def test_arguments_that_do_not_fit(args: tuple[Any, ...], word: str) -> None:
         launch(FILL, args)
     with pytest.raises(TypeError):
         launch(FILL, args)
+
+
+def test_a_strided_array_is_to_be_copied_by_numpy() -> None:
+    k = cukern.Kernel(FILL, "k")
+    with cukern.emulate(), pytest.raises(ValueError, match=r"not contiguous.*pass numpy\.ascontiguousarray\("):
+        k(1, 64, (np.zeros(128, np.float32)[::2], 1))
 
 
 def test_scalars_of_every_kind() -> None:

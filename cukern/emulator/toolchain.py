@@ -87,7 +87,11 @@ def _probe(command: tuple[str, ...]) -> Compiler:
         raise ToolchainError(f"the C++ compiler {shlex.join(command)!r} does not run: {e}") from None
     text = (done.stdout + done.stderr).strip()
     if done.returncode or not text:
-        raise ToolchainError(f"the C++ compiler {shlex.join(command)!r} does not run: {text[:500] or done.returncode}")
+        why = (done.stderr.strip().splitlines() or ["no output"])[0][:200]
+        raise ToolchainError(
+            f"the C++ compiler {shlex.join(command)!r} does not work: with --version it ends with status "
+            f"{done.returncode} ({why})"
+        )
     zig = "ziglang" in command or Path(command[0]).name == "zig"
     return Compiler(command, "clang" not in text.lower(), zig, text.splitlines()[0] + "|" + _cpu())
 
@@ -104,7 +108,10 @@ def find_compiler() -> Compiler:
         raise ToolchainError(f"emulation works on Linux only, not on {sys.platform}: use a container or WSL")
     chosen = os.environ.get("CUKERN_CXX", "").strip()
     if chosen:
-        return _probe(tuple(shlex.split(chosen)))
+        try:
+            return _probe(tuple(shlex.split(chosen)))
+        except (ValueError, ToolchainError) as e:  # ValueError: a quote that is not closed
+            raise ToolchainError(f"CUKERN_CXX={chosen!r}: {e}") from None
     for command in _candidates():
         return _probe(command)
     raise ToolchainError(

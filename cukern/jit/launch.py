@@ -107,10 +107,11 @@ class Arguments:
         if dtype is not None and array.dtype != dtype and not (dtype.itemsize == 1 and array.dtype.itemsize == 1):
             raise self.wrong(i, f"a {dtype} array", array)
         if not array.flags.c_contiguous:
+            module = "numpy" if isinstance(array, np.ndarray) else "cupy"
             raise ValueError(
                 f"kernel {self.kernel!r}, parameter {self.parameters[i].name!r}: the array is not contiguous "
                 f"(shape {array.shape}, strides {array.strides}) and a kernel sees only its first address; "
-                "pass cupy.ascontiguousarray(...) of it"
+                f"pass {module}.ascontiguousarray(...) of it"
             )
 
     def scalar(self, i: int, value: Any) -> Any:
