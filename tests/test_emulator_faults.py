@@ -180,6 +180,17 @@ def test_array_that_is_not_writeable() -> None:
     assert fault.index == (0,)
 
 
+def test_array_that_is_not_writeable_without_checks() -> None:
+    """The array stays as it was: the kernel worked on a copy."""
+    memory = bytes(40)
+    x = np.frombuffer(memory, np.float32)
+    launch(text("if (x[n] > 1.f) x[n] = 1.f;"), (x, 3), block=1, check=False)  # reads alone: no fault
+    with pytest.raises(E.WriteToReadOnly, match=r"'x'.*not writeable") as caught:
+        launch(text("x[n] = 1.f;"), (x, 3), block=1, check=False)
+    assert (caught.value.argument, caught.value.index) == ("x", (3,))
+    assert memory == bytes(40)
+
+
 def test_write_through_pointer_to_const() -> None:
     source = text("const_cast<float *>(w)[3 + threadIdx.x] = 1.f; // fault", "float *x, const float *w")
     fault = expect(E.WriteToReadOnly, source, (f32(), f32()), block=1)

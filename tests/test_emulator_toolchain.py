@@ -127,13 +127,66 @@ def test_two_processes_at_once(tmp_path: Path) -> None:
     assert len(list(folder.glob("kernel-*.so"))) == 3
 
 
-def test_cache_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("not a folder")
-    env = {"CUKERN_CACHE_DIR": str(blocked), "PYTHONPATH": str(ROOT)}
-    env |= {k: v for k, v in os.environ.items() if not k.startswith(("CUKERN_", "PYTEST_", "PYTHONPATH"))}
+def shared_objects(cache: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (cache / "emulator").glob("*.so")}
+
+
+@pytest.mark.parametrize("left", [0, 9000, -1])
+def test_damaged_files_are_built_again(left: int, tmp_path: Path) -> None:
+    """What a full disk or a power loss leaves: nothing, the beginning, or all of it with a wrong byte."""
+    assert run(tmp_path).returncode == 0
+    whole = shared_objects(tmp_path)
+    assert len(whole) == 4  # the runtime, a kernel in both modes, a kernel in check mode
+    for name, data in whole.items():
+        damaged = data[:left] if left >= 0 else data[:500] + bytes([data[500] ^ 1]) + data[501:]
+        (tmp_path / "emulator" / name).write_bytes(damaged)
+    done = run(tmp_path)
+    assert (done.returncode, done.stdout) == (0, "well\n"), done.stderr
+    assert shared_objects(tmp_path).keys() == whole.keys()
+    assert all(toolchain._intact(tmp_path / "emulator" / name) for name in whole)
+
+
+def test_filled_cache_that_cannot_be_written_is_used(tmp_path: Path) -> None:
+    cache, scratch = tmp_path / "cache", tmp_path / "tmp"
+    cache.mkdir()
+    scratch.mkdir()
+    assert run(cache).returncode == 0
+    if os.access(cache, os.W_OK) and os.geteuid() == 0:  # root may write anywhere: a folder that is none
+        unusable = "from cukern.emulator import toolchain; toolchain._usable = lambda _: False\n"
+    else:
+        unusable = ""
+        (cache / "emulator").chmod(0o555)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUKERN_CACHE_DIR": str(cache), "TMPDIR": str(scratch)}
+    done = subprocess.run(
+        [sys.executable, "-c", unusable + PROGRAM], env=env, capture_output=True, text=True, cwd=cache
+    )
+    (cache / "emulator").chmod(0o755)
+    assert (done.returncode, done.stdout) == (0, "well\n"), done.stderr
+    assert "cannot be written" not in done.stderr
+    assert not list(scratch.iterdir())
+
+
+def test_cache_folder_that_cannot_be_written_is_told_of(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    scratch = tmp_path / "tmp"
+    scratch.mkdir()
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUKERN_CACHE_DIR": str(tmp_path / "file"), "TMPDIR": str(scratch)}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, cwd=tmp_path)
-    assert done.stdout == "well\n", done.stderr
+    assert (done.returncode, done.stdout) == (0, "well\n"), done.stderr
+    assert done.stderr.count("the emulator's cache") == 1
+    assert "set CUKERN_CACHE_DIR" in done.stderr
+    assert not list(scratch.glob("cukern-emulator-*"))
+
+
+def test_the_kernel_cache_counts_and_clears_what_was_built(tmp_path: Path) -> None:
+    from cukern.jit.cache import Cache
+
+    assert run(tmp_path).returncode == 0
+    cache = Cache(tmp_path)
+    assert cache.info().per_arch == {"emulator": 4}
+    assert cache.clear("sm_90a") == 0
+    assert cache.clear() == 4
+    assert not shared_objects(tmp_path)
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

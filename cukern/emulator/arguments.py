@@ -33,7 +33,8 @@ class Arguments:
     """Arguments of a launch.
 
     ``pointers`` is what the thunk takes: the address of every value. ``arrays`` maps the position of an array argument
-    to the array, ``ranges`` is the memory that the kernel may use.
+    to the array, ``ranges`` is the memory that the kernel may use. ``changed``: after `release`, an array that is not
+    writeable and was written to all the same, and the first such address (of the copy); else None.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Arguments:
             lo, hi = self._bounds[i]
             self.ranges[k] = _native.Range(lo, hi, self._roots[i], int(self._read_only(i)), i)
         self._guards: list[_Guard] = []
+        self.changed: tuple[int, int] | None = None
 
     def _refuse(self, text: str) -> ArgumentError:
         return ArgumentError(f"kernel {self._kernel}: {text}")
@@ -131,10 +133,13 @@ class Arguments:
         rows = {i: self.ranges[k] for k, i in enumerate(self.arrays)}  # the array's own elements, not copies
         for lo, hi, members in groups:
             odd = any(self._roots[i] % 16 for i in members)
-            written = not check and hi - lo <= _GUARD_LIMIT and not all(self._read_only(i) for i in members)
-            if not (odd or written):
+            written = not all(self._read_only(i) for i in members)
+            # not writeable, yet passed for a pointer that is not const: the copy tells whether the kernel writes
+            kept = None if written else next((i for i in members if not self._params[i].is_const), None)
+            copied = not check and (kept is not None or (written and hi - lo <= _GUARD_LIMIT))
+            if not (odd or copied):
                 continue
-            g = _Guard(lo, hi, self._roots[members[0]], members[-1], not all(self._read_only(i) for i in members))
+            g = _Guard(lo, hi, self._roots[members[0]], members[-1], written, kept)
             self._guards.append(g)
             for i in members:
                 self._values[i].value += g.shift
@@ -149,6 +154,8 @@ class Arguments:
             address = g.finish()
             if address is not None and overrun is None:
                 overrun = (g.argument, address)
+            if g.changed is not None and g.kept is not None and self.changed is None:
+                self.changed = (g.kept, g.changed)
         return overrun
 
     def locate(self, i: int, address: int) -> tuple[tuple[int, ...], str]:
@@ -182,8 +189,10 @@ def _address(a: np.ndarray) -> int:
 class _Guard:
     """A copy of the memory lo..hi that ends at an inaccessible page, with a pattern in the gaps."""
 
-    def __init__(self, lo: int, hi: int, root: int, argument: int, written: bool) -> None:
+    def __init__(self, lo: int, hi: int, root: int, argument: int, written: bool, kept: int | None) -> None:
         self.argument = argument
+        self.kept = kept  # an argument whose memory must not change
+        self.changed: int | None = None
         self._written = written
         self._lo, self._size = lo, hi - lo
         self._capacity = (self._size + _ALIGN + 4095) // 4096 * 4096
@@ -204,6 +213,9 @@ class _Guard:
         """Copy back and release; the address (of the copy) of the first damaged byte of the pattern, if any."""
         if self._written:
             C.memmove(self._lo, self._start, self._size)
+        elif self.kept is not None:
+            before, now = (np.frombuffer(C.string_at(at, self._size), np.uint8) for at in (self._lo, self._start))
+            self.changed = self._start + int(np.argmax(before != now)) if (before != now).any() else None
         damaged = None
         after = self._start + self._size
         for at, n in ((after, self._map + self._capacity - after), (self._map, self._start - self._map)):

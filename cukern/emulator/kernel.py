@@ -13,7 +13,7 @@ from typing import Any
 
 from . import _native, source, symbols, toolchain
 from .arguments import Arguments, Param
-from .errors import ArgumentError, BuildError, KernelFault, LaunchError, OutOfBounds
+from .errors import ArgumentError, BuildError, KernelFault, LaunchError, OutOfBounds, WriteToReadOnly
 from .settings import ORDERS, Settings, current, debugging
 
 STATIC_SHARED_LIMIT = 48 * 1024
@@ -151,6 +151,8 @@ class EmulatedKernel:
             raise self._explain(record, binary, arguments)
         if overrun:
             raise self._overrun(arguments, *overrun)
+        if arguments.changed:
+            raise self._changed(arguments, *arguments.changed)
 
     @staticmethod
     def _apply(record: _native.Launch, settings: Settings) -> None:
@@ -234,6 +236,18 @@ class EmulatedKernel:
         return OutOfBounds(
             f"kernel {self.name}: out-of-bounds write: argument {name!r} {detail}; found after the launch, "
             "run with check=True to see the line",
+            kernel=self.name,
+            argument=name,
+            shape=arguments.arrays[i].shape,
+            index=index,
+        )
+
+    def _changed(self, arguments: Arguments, i: int, address: int) -> WriteToReadOnly:
+        name = self.parameter_name(i)
+        index, detail = arguments.locate(i, address)
+        return WriteToReadOnly(
+            f"kernel {self.name}: write to argument {name!r}, an array that is not writeable {detail}; "
+            "the array is as it was: pass a copy, or run with check=True to see the line",
             kernel=self.name,
             argument=name,
             shape=arguments.arrays[i].shape,

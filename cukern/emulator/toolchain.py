@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import hashlib
 import importlib.util
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +23,9 @@ from .errors import BuildError, ToolchainError
 HERE = Path(__file__).resolve().parent
 INCLUDE = HERE / "include"
 RUNTIME = HERE / "runtime"
+FOLDER = "emulator"  # of the kernel cache, which counts, bounds and clears it (jit/cache.py)
 # part of every cache key; raise it when options or file formats change meaning
-SCHEMA = "1"
+SCHEMA = "2"
 
 _BASE = (
     "-std=c++17",
@@ -71,18 +74,21 @@ def _cpu() -> str:
         return ""
 
 
-def environment() -> dict[str, str]:
-    """Environment for the compiler: English messages, and a cache folder for zig where HOME cannot be written."""
+def environment(zig: bool) -> dict[str, str]:
+    """Environment for the compiler: English messages, and zig's cache in ours, as HOME may not be writeable."""
     env = dict(os.environ, LC_ALL="C.UTF-8", LANGUAGE="C")
-    if "ZIG_GLOBAL_CACHE_DIR" not in env:
+    if zig and "ZIG_GLOBAL_CACHE_DIR" not in env:
         env["ZIG_GLOBAL_CACHE_DIR"] = str(cache_dir() / "zig")
     return env
 
 
 @functools.cache
 def _probe(command: tuple[str, ...]) -> Compiler:
+    zig = "ziglang" in command or Path(command[0]).name == "zig"
     try:
-        done = subprocess.run([*command, "--version"], capture_output=True, text=True, env=environment(), timeout=120)
+        done = subprocess.run(
+            [*command, "--version"], capture_output=True, text=True, env=environment(zig), timeout=120
+        )
     except (OSError, subprocess.TimeoutExpired) as e:
         raise ToolchainError(f"the C++ compiler {shlex.join(command)!r} does not run: {e}") from None
     text = (done.stdout + done.stderr).strip()
@@ -92,7 +98,6 @@ def _probe(command: tuple[str, ...]) -> Compiler:
             f"the C++ compiler {shlex.join(command)!r} does not work: with --version it ends with status "
             f"{done.returncode} ({why})"
         )
-    zig = "ziglang" in command or Path(command[0]).name == "zig"
     return Compiler(command, "clang" not in text.lower(), zig, text.splitlines()[0] + "|" + _cpu())
 
 
@@ -132,19 +137,33 @@ def _usable(folder: str) -> bool:
 
 
 @functools.cache
-def _private_folder() -> str:
-    return tempfile.mkdtemp(prefix="cukern-emulator-")
+def _private_folder(instead_of: str) -> str:
+    warnings.warn(
+        f"the emulator's cache {instead_of} cannot be written: what is not there already is compiled for this process "
+        "alone; set CUKERN_CACHE_DIR to a folder that can be written",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    folder = tempfile.mkdtemp(prefix="cukern-emulator-")
+    atexit.register(_remove, folder, os.getpid())
+    return folder
+
+
+def _remove(folder: str, owner: int) -> None:
+    if os.getpid() == owner:  # a fork may end first
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _shared_folder() -> Path:
+    from ..jit.cache import default_folder
+
+    return default_folder() / FOLDER
 
 
 def cache_dir() -> Path:
-    """``$CUKERN_CACHE_DIR/emulator`` or the platform's cache folder; one of this process if that is not writeable."""
-    base = os.environ.get("CUKERN_CACHE_DIR", "").strip()
-    if not base:
-        import platformdirs
-
-        base = platformdirs.user_cache_dir("cukern", appauthor=False)
-    path = Path(base).expanduser() / "emulator"
-    return path if _usable(str(path)) else Path(_private_folder())
+    """The folder `emulator` of the kernel cache; one of this process if that is not writeable."""
+    path = _shared_folder()
+    return path if _usable(str(path)) else Path(_private_folder(str(path)))
 
 
 @functools.cache
@@ -167,7 +186,7 @@ def key(*parts: object) -> str:
 def run(arguments: Sequence[str | Path]) -> None:
     """Run the compiler; :class:`BuildError` with its output if it fails."""
     command = [*find_compiler().command, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, env=environment())
+    done = subprocess.run(command, capture_output=True, env=environment(find_compiler().zig))
     if done.returncode:
         log = (done.stderr + done.stdout).decode(errors="replace")
         raise BuildError(f"{shlex.join(command)} failed:\n{log}", log)
@@ -177,21 +196,37 @@ def cached(name: str, build: Callable[[Path, Path], None]) -> Path:
     """The file `name` of the cache; where it is missing, ``build(scratch folder, output)`` makes it.
 
     The file appears in one step, so that two processes cannot see each other's half; a lock keeps the second one from
-    compiling the same text again.
+    compiling the same text again. It ends in the digest of the rest, which the loader does not look at: a damaged one
+    would end the process, and is built again.
     """
+    target = _shared_folder() / name
+    if _intact(target):  # also where nothing can be written
+        return target
     folder = cache_dir()
     target = folder / name
-    if target.exists():
-        return target
     from filelock import FileLock
 
     with FileLock(folder / (name + ".lock")):
-        if not target.exists():
+        if not _intact(target):
             with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as scratch:
                 product = Path(scratch) / "product.so"
                 build(Path(scratch), product)
+                with open(product, "r+b") as file:
+                    digest = hashlib.sha256(file.read()).digest()
+                    file.write(digest)
+                    file.flush()
+                    os.fsync(file.fileno())
                 os.replace(product, target)
     return target
+
+
+def _intact(path: Path) -> bool:
+    try:
+        data = path.read_bytes()
+    except OSError:  # absent, or another user's
+        return False
+    size = hashlib.sha256().digest_size
+    return hashlib.sha256(data[:-size]).digest() == data[-size:]
 
 
 def build_runtime() -> Path:

@@ -1,4 +1,5 @@
 """The disk cache of compiled kernels: ``<cache folder>/sm_90a/<key>``, one file an entry.
+What the emulator has built lies in a folder beside them, and is counted, bounded and deleted with them.
 
 An entry is a line of magic with the SHA-256 of the rest, a line of JSON facts, and the binary. It is written to a
 temporary, synced and renamed, so a reader sees all of it or nothing; a per-key lock makes processes that start
@@ -35,6 +36,7 @@ _LOCK_SECONDS = 600.0
 _DEFAULT_BOUND = 2 << 30
 _NOWHERE = Path(os.devnull, "no home folder")
 _ENTRY_NAME = re.compile(r"[0-9a-f]{64}")
+_EMULATED_NAME = re.compile(r"(?:kernel|runtime)-[0-9a-f]{40}\.so")  # of cukern/emulator/toolchain.py
 _STAGED_NAME = re.compile(r"cukern-\w+")
 _CORRUPT_NAME = re.compile(r"(?:sm|compute)_\w+-[0-9a-f]{64}-\d+")
 
@@ -198,9 +200,9 @@ class Cache:
 
     def _entries(self) -> Iterator[tuple[Path, int, int]]:
         """(path, bytes, last use in ns) of each entry."""
-        for pattern in ("sm_*", "compute_*"):
+        for pattern, names in (("sm_*", _ENTRY_NAME), ("compute_*", _ENTRY_NAME), ("emulator", _EMULATED_NAME)):
             for folder in sorted(self.folder.glob(pattern)):
-                for path in _files(folder, _ENTRY_NAME):
+                for path in _files(folder, names):
                     with contextlib.suppress(OSError):
                         stat = path.stat()
                         yield path, stat.st_size, max(stat.st_atime_ns, stat.st_mtime_ns)
