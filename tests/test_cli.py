@@ -450,11 +450,61 @@ def test_compile_and_cache(cli, tmp_path):
     assert json.loads(cli("cache", "show", "--json")[1])["entries"] == 0
 
 
-def test_compile_refuses_an_unknown_architecture_once(cli):
-    code, out, err = cli("compile", "swiglu", "--arch", "sm_12")
+@pytest.mark.parametrize(
+    ("arch", "message"),
+    [
+        ("sm_85", "arch='sm_85' is not known to this NVRTC, which compiles for sm_80, sm_86"),
+        ("sm_70", "arch='sm_70' is below sm_80, the oldest that cukern's kernels run on; use sm_80, sm_86"),
+        ("compute_75", "arch='compute_75' is below sm_80"),
+    ],
+)
+def test_compile_refuses_an_architecture_once(cli, arch, message):
+    code, out, err = cli("compile", "swiglu", "--arch", arch)
     assert_one_line(err, code, 2)
-    assert "arch='sm_12' is not known to this NVRTC, which compiles for sm_" in err
+    assert message in err
     assert out == ""
+
+
+@pytest.mark.parametrize("where", ["file", "file/sub", "folder"])
+def test_compile_refuses_a_cache_that_cannot_be_written(cli, tmp_path, monkeypatch, where):
+    from cukern import jit
+
+    monkeypatch.setattr(jit, "compile_all", lambda *arguments: pytest.fail("compiled something"))
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "sm_80").write_text("")  # one of the folders in it; for root no folder is read-only
+    monkeypatch.setenv("CUKERN_CACHE_DIR", str(tmp_path / where))
+    code, out, err = cli("compile", "swiglu", "--arch", "sm_80")
+    assert_one_line(err, code, 1)
+    assert f"the kernel cache {tmp_path / where} cannot be written (" in err
+    assert "set CUKERN_CACHE_DIR to a folder that can be written" in err
+    assert out == ""
+
+
+def test_compile_fails_where_a_kernel_is_not_kept(cli, monkeypatch):
+    from cukern.jit.cache import Cache
+
+    def full(self, arch, key, entry):
+        self._memory[arch, key] = entry
+
+    monkeypatch.setattr(Cache, "_put", full)
+    code, out, err = cli("compile", "swiglu", "--arch", "sm_80")
+    assert_one_line(err, code, 1)
+    assert "kernels could not be written to " in err
+    assert "0 failed" in out
+
+
+def test_compile_without_cupy_is_one_error(cli, monkeypatch):
+    from cukern.jit import toolchain
+
+    toolchain.forget()
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs.nvrtc", None)
+    monkeypatch.setattr(toolchain, "cupy_wheels", list)
+    for options in ([], ["--arch", "sm_80"]):
+        code, out, err = cli("compile", *options)
+        assert_one_line(err, code, 1)
+        assert 'CuPy is not installed: pip install "cukern[cuda12]"' in err
+        assert out == ""
 
 
 def test_a_kernel_that_fails_to_compile_is_code_1(cli, monkeypatch):

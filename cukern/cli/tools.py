@@ -108,10 +108,11 @@ def compile_(
     from cukern.jit import arch as architectures
     from cukern.jit import toolchain
 
+    major, minor = architectures.MINIMUM
     targets = arch or sorted({gpu.arch for gpu in jit.info().gpus}) or list(jit.ARCHITECTURES)
     for name in arch or ():
         try:
-            architectures.parse(name, toolchain.supported_architectures())
+            architectures.parse(name, toolchain.supported_architectures(), minimum=10 * major + minor)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
     specs = jit.variants()
@@ -120,6 +121,9 @@ def compile_(
     unknown = sorted(wanted - known)
     if unknown:
         raise typer.BadParameter(f"no kernel file {unknown[0]!r}; there are {', '.join(sorted(known))}")
+    cache = _cache()
+    for name in targets:
+        cache.check_writable(architectures.parse(name).name)
     started = time.perf_counter()
 
     def show(built: Built, done: int, total: int) -> None:
@@ -134,6 +138,10 @@ def compile_(
         f"{len(results) - failed} kernels compiled in {seconds:.1f} s for {', '.join(targets)}; "
         f"{failed} failed, {spilled} spill registers"
     )
+    if cache.num_in_memory:  # a full disk, for example; the warning has said what it was
+        raise OSError(
+            f"{cache.num_in_memory} kernels could not be written to {cache.folder}: they are lost with this process"
+        )
     if failed:
         raise typer.Exit(1)
 

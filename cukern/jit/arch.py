@@ -39,19 +39,21 @@ class Target:
         return self.number // 10 == here // 10 and self.number <= here
 
 
-def parse(arch: str | int, supported: Sequence[int] | None = None) -> Target:
+def parse(arch: str | int, supported: Sequence[int] | None = None, *, minimum: int = 0) -> Target:
     """Read an architecture as a user writes it: "sm_90a", "90a", 80, "compute_90".
 
     Raises
     ------
     ValueError
-        For another spelling, or one that is not in `supported` (what this NVRTC knows).
+        For another spelling, one that is not in `supported` (what this NVRTC knows), or one below `minimum`.
     """
     m = _NAME.match(str(arch).strip().lower())
     if not m:
         raise ValueError(f"arch={arch!r}: expected for example 'sm_80' or 'sm_90a'")
+    listed = ", ".join(f"sm_{n}" for n in supported or () if n >= minimum)
+    if int(m[2]) < minimum:
+        raise ValueError(f"arch={arch!r} is below sm_{minimum}, the oldest that cukern's kernels run on; use {listed}")
     if supported is not None and int(m[2]) not in supported:
-        listed = ", ".join(f"sm_{n}" for n in supported)
         raise ValueError(f"arch={arch!r} is not known to this NVRTC, which compiles for {listed}")
     return Target(f"{m[1] or 'sm'}_{m[2]}{m[3]}")
 

@@ -34,6 +34,7 @@ _MAGIC = b"CUKERN1 "
 _STALE_SECONDS = 3600.0
 _LOCK_SECONDS = 600.0
 _DEFAULT_BOUND = 2 << 30
+_ELSEWHERE = "set CUKERN_CACHE_DIR to a folder that can be written"
 _NOWHERE = Path(os.devnull, "no home folder")
 _ENTRY_NAME = re.compile(r"[0-9a-f]{64}")
 _EMULATED_NAME = re.compile(r"(?:kernel|runtime)-[0-9a-f]{40}\.so")  # of cukern/emulator/toolchain.py
@@ -182,6 +183,29 @@ class Cache:
             per_arch,
         )
 
+    @property
+    def num_in_memory(self) -> int:
+        """Kernels of this process that could not be written to the folder."""
+        return len(self._memory)
+
+    def check_writable(self, arch: str) -> None:
+        """Create the folders for entries of an architecture, and try a file there.
+
+        Raises
+        ------
+        OSError
+            Nothing can be written there; says where, why and what to do.
+        """
+        try:
+            for folder in (self.folder / "tmp", self.folder / arch):
+                folder.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=folder):
+                    pass
+        except OSError as error:
+            raise type(error)(
+                f"the kernel cache {self.folder} cannot be written ({error.strerror or error}): {_ELSEWHERE}"
+            ) from error
+
     def clear(self, arch: str | None = None) -> int:
         """Delete all entries (of one architecture), and what was set aside; returns how many entries went."""
         count = 0
@@ -258,7 +282,7 @@ class Cache:
             self._warned = True
         warnings.warn(
             f"the kernel cache {self.folder} cannot be written ({error.strerror or error}): kernels are kept in memory "
-            "and compiled again by the next process; set CUKERN_CACHE_DIR to a folder that can be written",
+            f"and compiled again by the next process; {_ELSEWHERE}",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import arch as architectures
+from . import toolchain
 from .kernels import Kernel
 from .resources import Resources
 from .signature import name_expression
@@ -152,8 +153,17 @@ def compile_all(
     -------
     list of Built
         In the order of `specs`, then `archs`. A failure is recorded in ``error`` and does not stop the others.
+
+    Raises
+    ------
+    ValueError
+        For another spelling of an architecture.
+    CudaUnavailableError
+        Without CuPy, NVRTC or CUDA's headers; nothing has been compiled then.
     """
     names = [architectures.parse(a).name for a in archs]
+    toolchain.nvrtc()  # missing for one kernel is missing for all: one error, not one each
+    toolchain.headers()
     work = [
         (spec, name)
         for spec in (variants() if specs is None else specs)
