@@ -17,7 +17,7 @@ pytest.importorskip("cupy")
 
 import cukern
 from cukern import jit
-from cukern.jit import ARCHITECTURES, CompileError, CudaUnavailableError, toolchain
+from cukern.jit import ARCHITECTURES, CompileError, CudaUnavailableError, driver, toolchain
 from cukern.jit.arch import Target, for_capability, parse
 from cukern.jit.compiler import parse_ptx, parse_usage
 from cukern.jit.errors import parse_log
@@ -282,6 +282,12 @@ def test_where_a_target_runs() -> None:
 
 
 # ---- toolchain
+
+
+def test_a_missing_driver_is_advised_only_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "_LIBRARIES", ())
+    with pytest.raises(CudaUnavailableError, match="if it has an NVIDIA GPU, install its driver; a"):
+        driver.get.__wrapped__()
 
 
 def include_folder(folder: Path, version: int | None) -> Path:

@@ -180,5 +180,6 @@ def get() -> Driver:
             raise CudaUnavailableError(f"the NVIDIA driver does not start: {error}") from error
         return driver
     raise CudaUnavailableError(
-        "no NVIDIA driver on this machine (libcuda.so.1 is not found): install it; a container needs --gpus all"
+        "no NVIDIA driver on this machine (libcuda.so.1 is not found): if it has an NVIDIA GPU, install its driver; "
+        "a container needs --gpus all"
     )
