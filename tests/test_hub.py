@@ -72,6 +72,13 @@ def test_no_such_folder(name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         resolve_checkpoint(name)
 
 
+def test_the_name_of_the_demonstration_model_is_advised() -> None:
+    with pytest.raises(FileNotFoundError, match=r"demo: no such folder .* in cukern\.models\.demo_checkpoint\(\)$"):
+        resolve_checkpoint("demo")
+    with pytest.raises(FileNotFoundError, match=r"owner/name\)$"):
+        resolve_checkpoint("Demo")
+
+
 def test_a_file_is_not_a_folder() -> None:
     file = DATA / "tied-fp16" / "model.safetensors"
     with pytest.raises(NotADirectoryError, match=f"pass the checkpoint's folder {file.parent}"):

@@ -70,7 +70,11 @@ def resolve_checkpoint(
     if text and path.exists():
         raise NotADirectoryError(f"{path} is a file; pass the checkpoint's folder {path.parent}")
     if isinstance(name, os.PathLike) or not _HUB_NAME.fullmatch(text):
-        raise FileNotFoundError(f"{text or repr(text)}: no such folder (and not a hub name of the form owner/name)")
+        # the command line knows that name, a newcomer tries it here too
+        demo = "; the model in the package is in cukern.models.demo_checkpoint()" if text == "demo" else ""
+        raise FileNotFoundError(
+            f"{text or repr(text)}: no such folder (and not a hub name of the form owner/name){demo}"
+        )
     return _from_hub(text, revision, cache_dir, progress)
 
 
