@@ -297,7 +297,7 @@ def test_max_tokens(make):
         ([np.array([[1, 2]])], TypeError, "integer token ids"),
         ([[2**70]], ValueError, "token id 1180591620717411303424"),
         ([None], TypeError, r"prompts\[0\] must be a text or token ids"),
-        ([[1] * 2048], ValueError, "2048 tokens; with max_tokens 8 that exceeds max_model_len"),
+        ([[1] * 2048], ValueError, "2048 tokens; that alone exceeds max_model_len 1024"),
         ("a\ud800", ValueError, "lone surrogate"),
     ],
 )
@@ -306,6 +306,28 @@ def test_bad_prompts_are_refused_before_any_work(llm, monkeypatch, prompts, erro
     with pytest.raises(error, match=message):
         llm.generate(prompts, short())
     assert_released(llm)
+
+
+@pytest.mark.parametrize(
+    ("options", "prompt", "sampling", "message"),
+    [
+        ({}, 2000, {}, "with max_tokens 256 (the default) that exceeds max_model_len 2048, the model's own limit; "
+         "shorten it or lower max_tokens (None: as many as fit)"),
+        ({"max_model_len": 64}, 60, {"max_tokens": 8}, "60 tokens; with max_tokens 8 that exceeds max_model_len 64; "
+         "shorten it, lower max_tokens (None: as many as fit) or raise max_model_len"),
+        ({"max_model_len": 64}, 1, {"max_tokens": 70}, "prompts[0] has 1 token; with max_tokens 70 that exceeds "
+         "max_model_len 64; lower max_tokens (None: as many as fit) or raise max_model_len"),
+        ({"max_model_len": 64}, 65, {"max_tokens": None}, "65 tokens; that alone exceeds max_model_len 64; "
+         "shorten it or raise max_model_len"),
+        ({"num_blocks": 4}, 60, {"max_tokens": 8}, "exceeds max_model_len 64, all that the KV pool holds; shorten it, "
+         "lower max_tokens (None: as many as fit) or give more KV memory"),
+    ],
+)  # fmt: skip
+def test_too_long_a_prompt_is_advised_what_can_help(model, options, prompt, sampling, message):
+    options = {"block_size": 16, "num_blocks": 128} | options
+    with pytest.raises(ValueError) as caught:
+        LLM(model, **options).generate([[1] * prompt], SamplingParams(**sampling))
+    assert str(caught.value).endswith(message)
 
 
 def test_other_refusals(llm, make, model):

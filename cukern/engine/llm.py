@@ -13,9 +13,9 @@ import numpy as np
 from cukern.engine.blocks import blocks_for
 from cukern.engine.chat import Message
 from cukern.engine.engine import Engine, plan_memory
-from cukern.engine.params import GenerationDefaults, SamplingParams
+from cukern.engine.params import DEFAULT_MAX_TOKENS, GenerationDefaults, SamplingParams
 from cukern.engine.score import Score, Scoring
-from cukern.engine.sequence import Completion
+from cukern.engine.sequence import Completion, counted
 from cukern.engine.sequence import Sequence as Request
 from cukern.engine.tokenizer import Tokenizer, read_json
 
@@ -106,6 +106,7 @@ class LLM:
         self.tokenizer = self._read_tokenizer(folder, tokenizer)
         if self.tokenizer is not None and not self.defaults.eos_token_ids and self.tokenizer.eos_token_id is not None:
             self.defaults = GenerationDefaults.from_config({}, eos_fallback=self.tokenizer.eos_token_id)
+        self._pool_bounds_len = max_model_len is None
         count, self.max_model_len = plan_memory(
             self.model,
             block_size=block_size,
@@ -239,7 +240,9 @@ class LLM:
             for j, completion in enumerate(several):
                 name = f"completions[{i}]" if alone else f"completions[{i}][{j}]"
                 given = self._checked_ids(completion, name, special=False, empty="give at least one token to score")
-                self._check_length(len(ids), len(given), f"prompts[{i}]", f"with the {len(given)} tokens of {name}")
+                self._check_length(
+                    len(ids), len(given), f"prompts[{i}]", f"with the {counted(len(given), 'token')} of {name}"
+                )
                 request = Scoring(engine.next_number(), ids, given, factor)
                 request.follows = requests[-1] if j else None
                 requests.append(request)
@@ -339,8 +342,9 @@ class LLM:
             raise ValueError(
                 "stop strings need a tokenizer, and the checkpoint has no tokenizer.json; use stop_token_ids"
             )
-        advice = "lower max_tokens (None: as many as fit), "
-        self._check_length(len(ids), params.max_tokens, name, f"with max_tokens {params.max_tokens}", advice)
+        default = " (the default)" if params.max_tokens == DEFAULT_MAX_TOKENS else ""
+        advice = "lower max_tokens (None: as many as fit)"
+        self._check_length(len(ids), params.max_tokens, name, f"with max_tokens {params.max_tokens}{default}", advice)
         detokenizer = None if self.tokenizer is None else self.tokenizer.detokenizer()
         request = Request(engine.next_number(), ids, params, detokenizer)
         if params.max_tokens == 0:
@@ -351,14 +355,26 @@ class LLM:
         """Raise ValueError for a prompt that does not fit with the tokens behind it."""
         pool = self.engine.pool
         if prompt + behind > self.max_model_len:
+            # only what can help: fewer tokens behind a prompt that fits, a limit that is not the model's own
+            lower = [advice] if advice and prompt < self.max_model_len else []
+            remedies = lower if lower and behind >= self.max_model_len else ["shorten it", *lower]
+            whose = ""
+            if self.max_model_len >= self.model.max_positions:
+                whose = ", the model's own limit"
+            elif self._pool_bounds_len:
+                whose = ", all that the KV pool holds"
+                remedies.append("give more KV memory")
+            else:
+                remedies.append("raise max_model_len")
+            too_much = f"{what} that" if prompt <= self.max_model_len else "that alone"
             raise ValueError(
-                f"{name} has {prompt} tokens; {what} that exceeds max_model_len {self.max_model_len}; shorten it, "
-                f"{advice}or raise max_model_len"
+                f"{name} has {counted(prompt, 'token')}; {too_much} exceeds max_model_len {self.max_model_len}{whose}; "
+                + " or ".join(filter(None, [", ".join(remedies[:-1]), remedies[-1]]))
             )
         if blocks_for(prompt + behind, pool.block_size) > pool.num_blocks:
             raise ValueError(
-                f"{name} has {prompt} tokens; {what} that exceeds the KV pool of {pool.num_blocks} blocks of "
-                f"{pool.block_size} tokens; raise num_blocks or kv_memory"
+                f"{name} has {counted(prompt, 'token')}; {what} that exceeds the KV pool of {pool.num_blocks} blocks "
+                f"of {pool.block_size} tokens; raise num_blocks or kv_memory"
             )
 
     def _prompt_ids(self, prompt: Prompt, name: str) -> list[int]:

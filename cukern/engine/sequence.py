@@ -9,7 +9,7 @@ from typing import Literal
 from cukern.engine.params import ResolvedSampling
 from cukern.engine.text import ByteDetokenizer, StopMatcher, WindowDetokenizer
 
-__all__ = ["Completion", "Drawn", "FinishReason", "Sequence"]
+__all__ = ["Completion", "Drawn", "FinishReason", "Sequence", "counted"]
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -178,3 +178,8 @@ class Sequence:
             seed=self.sampling.seed if self.sampling.temperature > 0 else None,
             top_logprobs=[list(t) for t in self.top_logprobs] if self.sampling.top_logprobs else None,
         )
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: 1 token, 2 tokens."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
