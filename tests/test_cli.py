@@ -302,10 +302,33 @@ def test_generate_refuses_bad_input(cli, tmp_path):
         assert message in err
     code, _, err = cli(*GENERATE, "x", "--max-model-len", "5")
     assert_one_line(err, code, 1)
-    assert "max_model_len 5" in err
+    assert "prompt has 1 token; with max_tokens 12 that exceeds max_model_len 5; lower max_tokens or raise" in err
     (tmp_path / "prompt.txt").write_text("x")
     code, _, err = cli(*GENERATE, "x", "--file", str(tmp_path / "prompt.txt"))
     assert_one_line(err, code, 2)
+
+
+def test_a_stop_token_outside_the_vocabulary_is_wrong_usage(cli):
+    for token, message in (("99999", "99999 is outside the vocabulary 0..4095"), ("-1", "")):
+        code, out, err = cli(*GENERATE, "x", "--stop-token-id", token)
+        assert_one_line(err, code, 2)
+        assert f"Invalid value for '--stop-token-id': {message}" in err
+        assert out == ""
+
+
+def test_a_text_without_a_tokenizer_names_the_file(cli, tmp_path):
+    from cukern.models import demo_checkpoint
+
+    for file in demo_checkpoint().iterdir():
+        if file.name != "tokenizer.json":
+            (tmp_path / file.name).symlink_to(file)
+    for command in (["generate", str(tmp_path), "x"], ["score", str(tmp_path), "x", "y"]):
+        code, _, err = cli(*command, "--device", "cpu")
+        assert_one_line(err, code, 1)
+        assert f"{tmp_path / 'tokenizer.json'} does not exist" in err
+        assert "token ids" not in err
+    line = json.dumps({"prompt": [1, 2], "completion": [3]}).encode()
+    assert cli("score", str(tmp_path), "--device", "cpu", stdin=line)[0] == 0
 
 
 def test_output_to_a_terminal_without_unicode():
@@ -384,11 +407,54 @@ def test_score_counts_prompts_through_all_of_the_input(cli, monkeypatch):
 
 
 def test_demo_on_the_cpu(cli):
-    code, out, err = cli("demo", "--device", "cpu", "--check")
+    code, out, err = cli("demo", "--device", "cpu")
     assert (code, err) == (0, "")
     assert "on the CPU through the NumPy reference, as asked" in out
-    assert f"\n{PROMPT}{expected_text(48)}\n" in out
-    assert "check: all 48 tokens equal" in out
+    assert f"\n\n{PROMPT}{expected_text(48)}\n\n48 tokens in " in out
+    assert "\n1 token in " in cli("demo", "--device", "cpu", "--tokens", "1")[1]
+
+
+def test_demo_checks_nothing_against_itself(cli):
+    code, out, err = cli("demo", "--device", "cpu", "--check")
+    assert_one_line(err, code, 1)
+    assert "--check has nothing to compare with on the CPU through the NumPy reference, as asked" in err
+    assert out == ""
+
+
+def test_demo_shows_a_prompt_that_it_can_run(cli, monkeypatch):
+    code, out, err = cli("demo", "--device", "cpu", "--prompt", "whale " * 2048)
+    assert_one_line(err, code, 1)
+    assert "that alone exceeds max_model_len 2048, the model's own limit; shorten it\n" in err
+    assert out.count("\n") == 1
+    assert "whale" not in out
+
+    def no_compiler(self):
+        raise RuntimeError("there is no C++ compiler")
+
+    monkeypatch.setattr("cukern.engine.engine.Engine._step", no_compiler)
+    code, out, err = cli("demo", "--device", "cpu")
+    assert_one_line(err, code, 1)
+    assert "there is no C++ compiler" in err
+    assert out.count("\n") == 1
+    assert PROMPT not in out
+
+
+def test_an_error_amid_the_text_begins_a_line(cli, monkeypatch):
+    from cukern.engine.engine import Engine
+
+    step, steps = Engine._step, []
+
+    def broken(self):
+        steps.append(0)
+        if len(steps) == 8:
+            raise RuntimeError("it broke")
+        return step(self)
+
+    monkeypatch.setattr(Engine, "_step", broken)
+    code, out, err = cli("demo", "--device", "cpu")
+    assert_one_line(err, code, 1)
+    assert f"\n{PROMPT} it" in out
+    assert out.endswith("\n")
 
 
 def test_demo_says_why_it_runs_where_it_runs(cli):
@@ -401,11 +467,11 @@ def test_demo_says_why_it_runs_where_it_runs(cli):
 def test_demo_check_fails_on_other_tokens(cli, monkeypatch):
     from cukern.engine import Completion
 
-    def wrong(llm, prompt, sampling, *, show):
+    def wrong(llm, prompt, sampling, **options):
         return Completion("", [1, 2, 3], "length", None, None, [], None)
 
     monkeypatch.setattr("cukern.cli.generate._run", wrong)
-    code, _, err = cli("demo", "--device", "cpu", "--tokens", "3", "--check")
+    code, _, err = cli("demo", "--device", "emulated", "--tokens", "3", "--check")
     assert_one_line(err, code, 1)
     assert "token 0 differs from the NumPy reference" in err
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -94,7 +95,7 @@ def generate(
         list[str] | None, typer.Option(help="End before this text (may be repeated).", show_default=False)
     ] = None,
     stop_token_id: Annotated[
-        list[int] | None, typer.Option(help="End at this token (may be repeated).", show_default=False)
+        list[int] | None, typer.Option(help="End at this token (may be repeated).", min=0, show_default=False)
     ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past end-of-sequence tokens.")] = False,
     logprobs: Annotated[
@@ -141,6 +142,12 @@ def generate(
         raise typer.BadParameter("--system, --think and --no-think need --chat")
     text = _read_prompt(prompt, file)
     llm = _load(model, device=device, dtype=dtype, max_num_seqs=1, max_model_len=max_model_len, cuda_graphs=cuda_graphs)
+    vocab = llm.model.config.vocab_size
+    outside = [i for i in stop_token_id or () if i >= vocab]
+    if outside:
+        raise typer.BadParameter(
+            f"{outside[0]} is outside the vocabulary 0..{vocab - 1}", param_hint="'--stop-token-id'"
+        )
     request: Any = text
     if chat:
         messages = [{"role": "system", "content": system}] if system is not None else []
@@ -177,24 +184,44 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def _load(model: str, **options: Any) -> LLM:
+def _load(model: str, *, text: bool = True, **options: Any) -> LLM:
+    """The model; `text` says that its tokenizer will be needed."""
     from cukern.engine import LLM
-    from cukern.models import demo_checkpoint
+    from cukern.models import demo_checkpoint, resolve_checkpoint
 
-    return LLM(demo_checkpoint() if model == "demo" else model, **options)
+    folder = demo_checkpoint() if model == "demo" else resolve_checkpoint(model)
+    if text and (folder / "config.json").exists() and not (folder / "tokenizer.json").exists():
+        raise FileNotFoundError(f"{folder / 'tokenizer.json'} does not exist, and a text needs the tokenizer")
+    return LLM(folder, **options)
 
 
-def _run(llm: LLM, prompt: Any, sampling: SamplingParams, *, show: bool, note: str = "") -> Completion:
-    """`note` goes to standard error once the request has been accepted."""
-    with llm.stream(prompt, sampling) as stream:
+def _run(
+    llm: LLM, prompt: Any, sampling: SamplingParams, *, show: bool, note: str = "", before: str = ""
+) -> Completion:
+    """`note` goes to standard error once the request has been accepted, `before` in front of the first piece of text:
+    what keeps a model from running shows in its first step."""
+    try:
+        stream = llm.stream(prompt, sampling)
+    except ValueError as error:  # no option is None
+        raise ValueError(str(error).replace(" (None: as many as fit)", "")) from error
+    with stream:
         if note:
             typer.echo(note, err=True)
-        for piece in stream:
-            if show:
+        pieces = itertools.chain([next(stream, "")], stream)
+        if not show:
+            for _ in pieces:
+                pass
+            return stream.result
+        sys.stdout.write(before)
+        try:
+            for piece in pieces:
                 sys.stdout.write(piece)
                 sys.stdout.flush()
-        if show:
-            typer.echo()
+        except (Exception, KeyboardInterrupt) as error:
+            if not isinstance(error, BrokenPipeError):  # the message begins a line
+                typer.echo()
+            raise
+        typer.echo()
         return stream.result
 
 
@@ -234,13 +261,17 @@ def demo(
     seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.", show_default=False)] = None,
     emulate: Annotated[bool, typer.Option("--emulate", help="Run the CUDA kernels on the CPU (slow).")] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Compare the tokens with the NumPy reference; exit code 1 if they differ.")
+        bool,
+        typer.Option(
+            "--check", help="Compare the kernels' tokens with the NumPy reference; exit code 1 if they differ."
+        ),
     ] = False,
     device: Device = None,
     dtype: Dtype = "auto",
 ) -> None:
     """Generate text with the small model that ships with the package, and say on what it runs."""
     from cukern.engine import SamplingParams
+    from cukern.engine.sequence import counted
 
     if emulate and device not in (None, "emulated"):
         raise typer.BadParameter(f"--emulate contradicts --device {device}")
@@ -249,14 +280,18 @@ def demo(
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error).removeprefix("SamplingParams: ")) from None
     llm = _load("demo", device="emulated" if emulate else device, dtype=dtype, max_num_seqs=1)
+    if check and llm.model.device.kind == "cpu":  # it would be compared with itself
+        raise ValueError(
+            f"--check has nothing to compare with {_where(llm, asked=device is not None)}, which is what it compares "
+            "others with; leave it out, or run the CUDA kernels with --emulate"
+        )
     kind = f"{llm.model.config.num_parameters / 1e6:.1f} M parameters, {llm.model.dtype}"
     typer.echo(f"Demonstration model ({kind}) {_where(llm, asked=emulate or device is not None)}.")
-    typer.echo(f"\n{prompt}", nl=False)
     started = time.perf_counter()
-    completion = _run(llm, prompt, sampling, show=True)
+    completion = _run(llm, prompt, sampling, show=True, before=f"\n{prompt}")
     seconds = time.perf_counter() - started
     note = "" if llm.model.device.kind == "cpu" else ", compilation of kernels included"
-    typer.echo(f"\n{len(completion.token_ids)} tokens in {seconds:.2f} s{note}")
+    typer.echo(f"\n{counted(len(completion.token_ids), 'token')} in {seconds:.2f} s{note}")
     if check:
         _compare(completion, prompt, tokens, temperature)
 
@@ -278,6 +313,7 @@ def _where(llm: LLM, *, asked: bool) -> str:
 
 def _compare(completion: Completion, prompt: str, tokens: int, temperature: float) -> None:
     from cukern.engine import SamplingParams
+    from cukern.engine.sequence import counted
 
     reference = _load("demo", device="cpu", max_num_seqs=1)
     sampling = SamplingParams(temperature=temperature, seed=completion.seed, max_tokens=tokens, ignore_eos=True)
@@ -285,4 +321,4 @@ def _compare(completion: Completion, prompt: str, tokens: int, temperature: floa
     same = next((i for i, (a, b) in enumerate(zip(completion.token_ids, expected)) if a != b), len(expected))
     if same < len(expected):
         raise RuntimeError(f"check failed: token {same} differs from the NumPy reference")
-    typer.echo(f"check: all {len(expected)} tokens equal those of the NumPy reference")
+    typer.echo(f"check: all {counted(len(expected), 'token')} equal those of the NumPy reference")

@@ -57,7 +57,8 @@ def score(
         pairs: list[tuple[Any, list[Any]]] = [(prompt, list(completions or ()))]
     else:
         pairs = list(_read_lines(file))
-    llm = _load(model, device=device, dtype=dtype, max_model_len=max_model_len)
+    text = any(isinstance(given, str) for prompt, entry in pairs for given in (prompt, *entry))
+    llm = _load(model, text=text, device=device, dtype=dtype, max_model_len=max_model_len)
     typer.echo(f"cukern score: {_where(llm, asked=device is not None)}", err=True)
     ascii_only = (sys.stdout.encoding or "").lower().replace("-", "") != "utf8"
     for start in range(0, len(pairs), _LINES):
