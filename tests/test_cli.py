@@ -417,7 +417,7 @@ def test_demo_on_the_cpu(cli):
 def test_demo_checks_nothing_against_itself(cli):
     code, out, err = cli("demo", "--device", "cpu", "--check")
     assert_one_line(err, code, 1)
-    assert "--check has nothing to compare with on the CPU through the NumPy reference, as asked" in err
+    assert "there is nothing to compare on the CPU through the NumPy reference, as asked; leave --check out" in err
     assert out == ""
 
 

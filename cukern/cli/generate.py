@@ -282,8 +282,8 @@ def demo(
     llm = _load("demo", device="emulated" if emulate else device, dtype=dtype, max_num_seqs=1)
     if check and llm.model.device.kind == "cpu":  # it would be compared with itself
         raise ValueError(
-            f"--check has nothing to compare with {_where(llm, asked=device is not None)}, which is what it compares "
-            "others with; leave it out, or run the CUDA kernels with --emulate"
+            "--check compares the CUDA kernels with the NumPy reference, and there is nothing to compare "
+            f"{_where(llm, asked=device is not None)}; leave --check out, or run the kernels with --emulate"
         )
     kind = f"{llm.model.config.num_parameters / 1e6:.1f} M parameters, {llm.model.dtype}"
     typer.echo(f"Demonstration model ({kind}) {_where(llm, asked=emulate or device is not None)}.")
