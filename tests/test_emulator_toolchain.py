@@ -189,6 +189,17 @@ def test_the_kernel_cache_counts_and_clears_what_was_built(tmp_path: Path) -> No
     assert not shared_objects(tmp_path)
 
 
+def test_cache_folder_that_changes_in_a_process(tmp_path: Path) -> None:
+    """Kernels built later still work with the one runtime library."""
+    change = f"\nimport os; os.environ['CUKERN_CACHE_DIR'] = {str(tmp_path / 'other')!r}\n"
+    again = PROGRAM.replace("y[threadIdx.x] = v", "y[threadIdx.x] = 0.f + v")
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUKERN_CACHE_DIR": str(tmp_path / "one")}
+    program = [sys.executable, "-c", PROGRAM + change + again]
+    done = subprocess.run(program, env=env, capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "well\nwell\n"), done.stderr
+    assert any(name.startswith("kernel-") for name in shared_objects(tmp_path / "other"))
+
+
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUKERN_CXX", raising=False)
     monkeypatch.setattr(toolchain, "_candidates", lambda: iter(()))

@@ -112,8 +112,9 @@ _one_at_a_time = threading.Lock()  # the runtime holds the process's signal hand
 
 
 @functools.cache
-def _load(path: str) -> C.CDLL:
-    library = C.CDLL(path, mode=C.RTLD_GLOBAL)  # kernels find its functions by name
+def runtime() -> C.CDLL:
+    """The runtime library, built on first use; one for the process, even if the cache's folder changes."""
+    library = C.CDLL(str(toolchain.build_runtime()), mode=C.RTLD_GLOBAL)  # kernels find its functions by name
     library.emu_start.argtypes = [C.POINTER(Launch)]
     library.emu_start.restype = None
     library.emu_map_guarded.argtypes = [C.c_uint64]
@@ -122,11 +123,6 @@ def _load(path: str) -> C.CDLL:
     library.emu_unmap_guarded.restype = None
     library.emu_wait.argtypes = [C.POINTER(Launch), C.c_double, C.c_int]
     return library
-
-
-def runtime() -> C.CDLL:
-    """The runtime library, built on first use."""
-    return _load(str(toolchain.build_runtime()))
 
 
 def launch(record: Launch) -> None:
