@@ -206,6 +206,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     MARKS_OF(layer);
     MARK(plan, 0);
     if (layer > 0) meet();
+    if (layer > 0) stream.look_after(attention.couples() ? FirstLook::residual : FirstLook::behind_burst);
     if (plan.units[QKV] > 0) norm_from(IntTag<QKV>{}, layer, Link{after_mlp, tag}, 1);
     ++tag;
     MARK(plan, 2);
@@ -250,13 +251,13 @@ __global__ void __launch_bounds__(THREADS, 1)
         const int pages_behind = left > 2 ? attention.pages(behind) : -1;
         attention.attend(
             item, keys, later, queries_there, more, layer_k, layer_v,
+            [&]() { if (more) attention.load_keys(keys, next, pages, layer_k); },
+            [&]() { if (more) attention.copy_values(next, pages, layer_v); },
             [&]() {
-              if (more) attention.load_keys(keys, next, pages, layer_k);
               if (!PAIRS || attention.couples() || stream.due != O || more) return 0;
               stream.template fill_unit<1>();  // where every block computes heads, the next exchange is far away
               return PAIR_CHUNKS;
-            },
-            [&]() { if (more) attention.copy_values(next, pages, layer_v); });
+            });
         queries_there = next.row == item.row && next.kv_head == item.kv_head;
         item = next;
         next = behind;
@@ -268,11 +269,17 @@ __global__ void __launch_bounds__(THREADS, 1)
       MARK(plan, 9);
     }
     MARK(plan, 21);
+    u32 look = FirstLook::attended;
+    if (item_count > 0 || !attention.couples()) {
+      look = FirstLook::residual;
+      stream.note_sent();
+    }
     if (DIRECT && OVERLAY) __syncthreads();  // the values may be overwritten
     if (!attention.couples()) {
       if constexpr (DIRECT) {
         __syncthreads();  // the values may be overwritten
         meet_senders();
+        stream.look_after(FirstLook::parts);
         merge_received(attention, *reinterpret_cast<ReceivedParts *>(shared + Shared::kv));
       } else {
         barrier.arrive();
@@ -284,6 +291,8 @@ __global__ void __launch_bounds__(THREADS, 1)
       if (PAIRS && attention.alone()) __syncthreads();
       if (PAIRS && stream.due == O) stream.template fill_unit<1>();
       if (!attention.alone() && layer + 1 < LAYERS) attention.prefetch_first_keys(layer_cache(layer + 1).keys());
+      stream.note_sent();
+      look = FirstLook::merged;
     }
     MARK(plan, 22);
     sent();
@@ -292,6 +301,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     // ---- 3: output product
     ahead.template load<O>(stream, unit);
     if (plan.units[O] > 0) {
+      stream.look_after(look);
       load_rows<O>(x, attention.out);
       MARK(plan, 23);
       __syncthreads();
@@ -307,6 +317,7 @@ __global__ void __launch_bounds__(THREADS, 1)
 
     // ---- 4: gate and up
     ahead.template load<GATE_UP>(stream, unit);
+    stream.look_after(FirstLook::residual);
     if (plan.units[GATE_UP] > 0) norm_from(IntTag<GATE_UP>{}, LAYERS, Link{after_attention, tag}, 32);
     MARK(plan, 33);
     multiply<GATE_UP>(stream, unit, x, zeros, partial, ahead, StoreSwiglu<T>{Link{gated, tag}});
@@ -316,6 +327,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     // ---- 5: down
     ahead.template load<DOWN>(stream, unit);
     if (plan.units[DOWN] > 0) {
+      stream.look_after(FirstLook::residual);
       load_rows<DOWN>(x, Link{gated, tag});
       MARK(plan, 40);
       __syncthreads();
@@ -329,6 +341,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   MARKS_OF(LAYERS);
   MARK(plan, 0);
   meet();
+  stream.look_after(FirstLook::residual);
   if (plan.units[HEAD] > 0) norm_from(IntTag<HEAD>{}, LAYERS, Link{after_mlp, tag}, 1);
   MARK(plan, 2);
   multiply<HEAD>(stream, unit, x, zeros, partial, ahead, StoreLogits<T>{logits});

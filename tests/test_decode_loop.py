@@ -118,6 +118,20 @@ def test_a_context_that_outgrows_its_width(make):
     assert llm.engine.loop._programs.keys() == {(1, 16), (1, 32)}
 
 
+def test_a_step_knows_its_shortest_context(make, monkeypatch):
+    made = {}
+
+    class Watched(StepProgram):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            made[self.width * self.cache.block_size] = kwargs["min_context"]
+
+    monkeypatch.setattr("cukern.engine.decode.StepProgram", Watched)
+    prompts, sampling = requests((180,), max_tokens=90)
+    looped(make()).generate(prompts, sampling)
+    assert made == {256: 1, 512: 193}  # a batch is loaded with room for 64 tokens
+
+
 # -- ends ----------------------------------------------------------------------------------------------------------
 
 

@@ -84,9 +84,12 @@ class Scene:
         get = self.model.device.get
         return [get(self.model.forward(self.batch(i), cache)).copy() for i in range(steps)], cache
 
-    def stepped(self, blocks: int | None, steps: int = 1, max_batch: int | None = None, **kwargs: Any) -> Any:
+    def stepped(
+        self, blocks: int | None, steps: int = 1, max_batch: int | None = None, width: int | None = None, **kwargs: Any
+    ) -> Any:
         cache = self.cache()
-        step = DecodeStep(self.model, cache, max_batch or len(self.lengths), self.width + 1, blocks=blocks, **kwargs)
+        width = width or self.width + 1
+        step = DecodeStep(self.model, cache, max_batch or len(self.lengths), width, blocks=blocks, **kwargs)
         found = []
         for i in range(steps):
             step.load(self.batch(i))
@@ -167,6 +170,38 @@ def test_items_of_single_warps(name: str, lengths: tuple[int, ...], block_size: 
         assert_same(scene, scene.stepped(blocks, max_shared_mem=227 << 10), scene.expected())
 
 
+@pytest.mark.parametrize("lengths", [(1,), (127,), (300,), (129, 1), (500, 200)])
+def test_long_contexts_were_expected(lengths: tuple[int, ...]) -> None:
+    """A kernel in which single warps attend, whatever the lengths."""
+    scene = Scene(model_of("hd128-fp16"), lengths, seed=3)
+    with cukern.emulate(check=len(lengths) == 1):
+        got = scene.stepped(2, max_shared_mem=227 << 10, width=64, min_context=1000)
+        assert_same(scene, got, scene.expected())
+
+
+def test_attention_by_context() -> None:
+    def attention(rows: int, fewest: int, most: int, name: str = "0.6B", shared_kb: int = 227) -> str:
+        layout = plan_layout(QWEN3_SHAPES[name], rows, 132, shared_kb << 10, (fewest, most))
+        assert isinstance(layout, Layout)
+        return layout.attention
+
+    assert attention(1, 1, 8448) == "teams"  # 528 chunks of 8 key/value heads: two for each team
+    assert attention(1, 1, 8449) == attention(1, 8448, 8449) == "either"
+    assert attention(1, 8449, 8449) == "warps"
+    assert attention(2, 1, 4224) == "teams"
+    assert attention(2, 1, 4225) == "either"
+    assert attention(2, 8321, 8321) == "warps"
+    assert attention(16, 1, 512) == "teams"
+    assert attention(1, 30000, 40960, shared_kb=100) == "teams"  # one team
+
+
+def test_min_context_is_checked() -> None:
+    scene = Scene(model_of("hd128-fp16"), (5,))
+    for wrong in (0, 33):
+        with pytest.raises(ValueError, match=f"min_context must be 1 to 32, what the block tables hold, got {wrong}"):
+            scene.stepped(3, width=2, min_context=wrong)
+
+
 @pytest.mark.parametrize("heads", [(8, 1), (15, 3)])
 def test_items_of_single_warps_with_other_heads(heads: tuple[int, int], tmp_path: Path) -> None:
     """The most query heads to a key/value head, and head sizes whose rows are no power of two."""
@@ -200,9 +235,12 @@ def test_slot_of_minus_one_with_items_of_single_warps() -> None:
     np.testing.assert_array_equal(bits(other.k), bits(cache.k))
 
 
-@pytest.mark.parametrize(("chunks", "head_dim", "blocks"), [(131, 16, 4), (290, 16, 4), (131, 32, 3)])
+@pytest.mark.parametrize(
+    ("chunks", "head_dim", "blocks"), [(60, 16, 4), (131, 16, 4), (290, 16, 4), (40, 32, 3), (131, 32, 3)]
+)
 def test_more_chunks_than_are_merged_in_a_round(chunks: int, head_dim: int, blocks: int, tmp_path: Path) -> None:
-    """In two turns, and in the turns of two rounds: by 16 columns, and by 32 where there are fewer blocks than jobs."""
+    """In turns of a batch, in longer ones, and in those of two rounds; by 16 columns, and by 32 where there are fewer
+    blocks than jobs."""
     config = replace(
         model_of("tied-fp16").config,
         num_attention_heads=2,
@@ -213,7 +251,7 @@ def test_more_chunks_than_are_merged_in_a_round(chunks: int, head_dim: int, bloc
     )
     model = Qwen3.from_pretrained(make_checkpoint(tmp_path, config, "float16", std=0.2), device="emulated")
     scene = Scene(model, ((chunks - 1) * 128 + 1,), block_size=256)
-    with cukern.emulate(check=False):
+    with cukern.emulate(check=chunks < 100):
         assert_same(scene, scene.stepped(blocks), scene.expected())
 
 
@@ -417,19 +455,21 @@ def test_published_models_fit_a_large_gpu() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "batch", "arch", "sm_count", "shared_kb"),
+    ("name", "batch", "contexts", "arch", "sm_count", "shared_kb"),
     [
-        ("0.6B", 1, "sm_90a", 132, 227),
-        ("0.6B", 2, "sm_90a", 132, 227),
-        ("0.6B", 16, "sm_90a", 132, 227),
-        ("4B", 1, "sm_90a", 132, 227),
-        ("8B", 1, "sm_90a", 132, 227),
-        ("0.6B", 1, "sm_80", 108, 163),
+        ("0.6B", 2, (1, 40960), "sm_90a", 132, 227),
+        ("0.6B", 2, (1, 256), "sm_90a", 132, 227),
+        ("0.6B", 16, (1, 40960), "sm_90a", 132, 227),
+        ("4B", 1, (1, 8192), "sm_90a", 132, 227),
+        ("4B", 1, (32768, 40960), "sm_90a", 132, 227),
+        ("8B", 1, (1, 8192), "sm_90a", 132, 227),
     ],
 )
-def test_compiles_without_spills(name: str, batch: int, arch: str, sm_count: int, shared_kb: int) -> None:
+def test_compiles_without_spills(
+    name: str, batch: int, contexts: tuple[int, int], arch: str, sm_count: int, shared_kb: int
+) -> None:
     config = QWEN3_SHAPES[name]
-    layout = plan_layout(config, batch, sm_count, shared_kb << 10)
+    layout = plan_layout(config, batch, sm_count, shared_kb << 10, contexts)
     assert isinstance(layout, Layout)
     source = cukern.jit.kernels_src() / "decode_step.cu"
     kernel = cukern.Kernel(

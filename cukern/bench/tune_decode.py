@@ -54,7 +54,7 @@ def make_batch(cupy: Any, model: Qwen3, batch: int, context: int, seed: int = 0)
 def check(cupy: Any, model: Qwen3, batch: int, context: int) -> bool:
     """Whether logits and cache after a step have the bits of `Qwen3.forward`."""
     inputs, cache = make_batch(cupy, model, batch, context)
-    step = DecodeStep(model, cache, batch, int(inputs.block_tables.shape[1]))
+    step = DecodeStep(model, cache, batch, int(inputs.block_tables.shape[1]), min_context=context)
     step.load(inputs)
     got = cupy.asnumpy(step.run()).view(np.uint32)
     keys = cupy.asnumpy(cache.k.view(np.uint16))
@@ -107,7 +107,7 @@ def time_cases(cupy: Any, model: Qwen3, cases: list[tuple[int, int]]) -> None:
             print(f"{batch:5} {context:7} not run: {problem}")
             continue
         inputs, cache = make_batch(cupy, model, batch, context)
-        step = DecodeStep(model, cache, batch, int(inputs.block_tables.shape[1]))
+        step = DecodeStep(model, cache, batch, int(inputs.block_tables.shape[1]), min_context=context)
         step.load(inputs)
         times = graph_times(cupy, step)
         us = statistics.median(times)
@@ -123,7 +123,7 @@ def time_cases(cupy: Any, model: Qwen3, cases: list[tuple[int, int]]) -> None:
 def profile(cupy: Any, model: Qwen3, batch: int, context: int) -> None:
     """Time of each part of a layer, from a build with clock readings; see profile_decode."""
     inputs, cache = make_batch(cupy, model, batch, context)
-    step = DecodeStep(model, cache, batch, int(inputs.block_tables.shape[1]), profile=True)
+    step = DecodeStep(model, cache, batch, int(inputs.block_tables.shape[1]), min_context=context, profile=True)
     step.load(inputs)
     us = statistics.median(graph_times(cupy, step))
     stamps = cupy.asnumpy(step.stamps)

@@ -23,6 +23,8 @@ from cukern.engine.sequence import Drawn, Sequence
 __all__ = ["DecodeLoop"]
 
 _MOST_PROGRAMS = 32
+_ROOM = 64
+"""Tokens for which a step has room when it is loaded: it is not loaded twice in a row at the end of its width."""
 
 
 @dataclass
@@ -124,9 +126,8 @@ class DecodeLoop:
         self.flavour = Flavour.of(params)
         lengths = np.array([len(s.tokens) for s in sequences], np.int64)
         left = np.array([p.max_tokens - s.num_generated for s, p in zip(sequences, params)], np.int64)
-        # Room for some steps, so that a context at the end of its width is not loaded twice in a row.
         rows = next(b for b in self._buckets if b >= len(sequences))
-        size, most = self.cache.block_size, int((lengths + np.minimum(left, 64)).max())
+        size, most = self.cache.block_size, int((lengths + np.minimum(left, _ROOM)).max())
         width = next((w for w in self._widths if w * size >= most), self._widths[-1])
         program = self._program(rows, width)
         program.prepare(self.flavour)
@@ -169,7 +170,9 @@ class DecodeLoop:
                 import cupy
 
                 self._arena = Arena(cupy.cuda.get_allocator())  # not cuda.alloc, which would come back here
-            self._programs[key] = StepProgram(self.model, self.cache, rows, width, self._arena, **self._options)
+            narrower = max((w for w in self._widths if w < width), default=0) * self.cache.block_size
+            options = self._options | {"min_context": max(narrower - _ROOM + 1, 1)}
+            self._programs[key] = StepProgram(self.model, self.cache, rows, width, self._arena, **options)
         self._programs.move_to_end(key)
         return self._programs[key]
 

@@ -41,13 +41,13 @@ def row_buckets(max_num_seqs: int) -> list[int]:
 
 
 def context_widths(max_model_len: int, block_size: int) -> list[int]:
-    """Columns of the block tables for which a step is made, ascending: contexts of 256, 1024, 4096, ... tokens, and the
+    """Columns of the block tables for which a step is made, ascending: contexts of 256, 512, 1024, ... tokens, and the
     longest."""
     last = -(-max_model_len // block_size)
     widths, context = [], _FIRST_CONTEXT
     while context // block_size < last:
         widths.append(max(context // block_size, 1))
-        context *= 4
+        context *= 2
     return [*widths, last]
 
 
@@ -154,6 +154,8 @@ class StepProgram:
         Where temporaries live; None on the host.
     capture : bool
         Replay CUDA graphs; otherwise launch one operator after another.
+    min_context : int
+        Tokens that the longest sequence has at least, as far as is known: a matter of speed, see `DecodeStep`.
     persistent_rows : int
         Use the one-kernel step for at most this many rows.
     keep_logits : bool
@@ -176,6 +178,7 @@ class StepProgram:
         arena: Arena | None,
         *,
         capture: bool,
+        min_context: int = 1,
         persistent_rows: int = PERSISTENT_ROWS,
         keep_logits: bool = False,
     ) -> None:
@@ -192,7 +195,7 @@ class StepProgram:
         self._tables = [np.zeros((rows, width), np.int32)] * RING
         if model.device.kind == "cuda":
             self._tables = [pinned(rows * width * 4).view(np.int32).reshape(rows, width) for _ in range(RING)]
-        self._step = self._one_kernel(persistent_rows)
+        self._step = self._one_kernel(persistent_rows, min_context)
         self._inputs = dict(self._arrays.at)
         if self._step is not None:
             self._inputs |= {name: getattr(self._step, name) for name in _STEP_INPUTS}
@@ -237,14 +240,14 @@ class StepProgram:
             self._penalties = FixedArrays(self.model.device, shapes)
         return self._penalties
 
-    def _one_kernel(self, persistent_rows: int) -> Any:
+    def _one_kernel(self, persistent_rows: int, min_context: int) -> Any:
         if self.rows > persistent_rows or self.model.device.kind == "cpu":
             return None
         from cukern.models.decode_step import DecodeStep
 
         if DecodeStep.supported(self.model, self.rows) is not None:
             return None
-        return DecodeStep(self.model, self.cache, self.rows, self.width)
+        return DecodeStep(self.model, self.cache, self.rows, self.width, min_context=min_context)
 
     def _forward_batch(self) -> Any:
         from cukern.models import ForwardBatch

@@ -36,6 +36,8 @@ _RINGS = ((128, 3, False, 2), (128, 2, True, 2), (128, 2, True, 1), (64, 1, True
 _DEEP_RINGS = ((128, 7, False, 2), (128, 4, True, 2), (128, 4, True, 1), (64, 2, True, 1))
 _MOST_SLOTS, _MOST_DIRECT_SLOTS, _MOST_DEEP_SLOTS = 8, 4, 16  # direct: see PAIRS of kernels_src/decode/shape.cuh
 _MOST_DIRECT_ROWS = 2
+_ANY_CONTEXT = 1 << 30
+_ALONE = {"teams": 0, "warps": 1, "either": 2}
 _PART_PADDING = 8  # PART_WORDS of kernels_src/decode/shape.cuh
 
 
@@ -63,6 +65,10 @@ class Layout:
         Chunks of attention that a block works on at a time.
     overlay : bool
         Values share their memory with the rows of x.
+    attention : {"teams", "warps", "either"}
+        Whose work an item of attention is: a team's of warps, which is quicker where there are few, or a single warp's;
+        "either" as the lengths of a step say. The bits are the same; a kernel with one of the two alone is quicker by 1
+        to 2 %.
     shared_bytes : int
         Dynamic shared memory of a block.
     """
@@ -77,6 +83,7 @@ class Layout:
     direct: bool
     teams: int
     overlay: bool
+    attention: str
     shared_bytes: int
 
 
@@ -92,7 +99,9 @@ def _products(config: Qwen3Config) -> dict[str, tuple[int, int]]:
     }
 
 
-def plan_layout(config: Qwen3Config, batch: int, blocks: int, max_shared_mem: int) -> Layout | str:
+def plan_layout(
+    config: Qwen3Config, batch: int, blocks: int, max_shared_mem: int, contexts: tuple[int, int] = (1, _ANY_CONTEXT)
+) -> Layout | str:
     """Choose how to run a model and batch, or say in one clause why it cannot be run this way.
 
     Parameters
@@ -104,6 +113,8 @@ def plan_layout(config: Qwen3Config, batch: int, blocks: int, max_shared_mem: in
         Blocks of the launch, one a multiprocessor.
     max_shared_mem : int
         Bytes of shared memory that a block can have.
+    contexts : (int, int)
+        Fewest and most tokens of the longest sequence of a step. Others than expected give the same results.
 
     Returns
     -------
@@ -141,11 +152,24 @@ def plan_layout(config: Qwen3Config, batch: int, blocks: int, max_shared_mem: in
         fixed, slot = _fixed_bytes(c, rows, partials, owned, overlay, teams), streams * 16 * ring_k
         slots = min((max_shared_mem - fixed) // slot, most)
         if slots >= fewest:
+            attention = _attention(c, rows, blocks, teams, contexts)
+            size = fixed + slots * slot
             return Layout(
-                rows, blocks, streams, ring_k, slots, partials, owned, direct, teams, overlay, fixed + slots * slot
+                rows, blocks, streams, ring_k, slots, partials, owned, direct, teams, overlay, attention, size
             )
     need = fixed + fewest * slot
     return f"a batch of {batch}: it takes {need} bytes of shared memory a block, there are {max_shared_mem}"
+
+
+def _attention(c: Qwen3Config, rows: int, blocks: int, teams: int, contexts: tuple[int, int]) -> str:
+    """`Layout.attention`: single warps where a team would have more than two items, see Attention::choose."""
+    if teams == 1 or c.num_attention_heads // c.num_key_value_heads > 8:
+        return "teams"
+    fewest, most = (-(-n // ATTN_CHUNK) for n in contexts)
+    items = 2 * teams * blocks
+    if rows * most * c.num_key_value_heads <= items:
+        return "teams"
+    return "warps" if (fewest + rows - 1) * c.num_key_value_heads > items else "either"
 
 
 def _fixed_bytes(c: Qwen3Config, rows: int, partials: int, owned: int, overlay: bool, teams: int) -> int:
@@ -156,7 +180,7 @@ def _fixed_bytes(c: Qwen3Config, rows: int, partials: int, owned: int, overlay: 
     groups = ATTN_CHUNK // 16
     attention = teams * (17 * c.head_dim * 2 + 16 * ATTN_CHUNK * 2 + (16 + 64) * groups * 4 + 2 * c.head_dim * 4 + 272)
     state = (partials + owned) * rows * 32 + rows * 32 + rows * c.head_dim * 4 + rows * 32
-    plan = c.num_hidden_layers * 80 + 8 + 16 * 4
+    plan = c.num_hidden_layers * 80 + 8 + 16 * 4 + 4 * _WARPS
     return 16 + (max(x, kv) if overlay else x + kv) + attention + state + plan
 
 
@@ -176,6 +200,9 @@ class DecodeStep:
         Sequences, 1 to 16.
     max_blocks_per_seq : int
         Columns of the block tables.
+    min_context : int
+        Tokens that the longest sequence of a step has at least, as far as is known. It chooses between kernels of the
+        same results: a step of shorter ones is only slower.
     blocks : int, optional
         Thread blocks, all resident at a time; one for each multiprocessor by default. Does not change results.
     max_shared_mem : int, optional
@@ -208,6 +235,7 @@ class DecodeStep:
         max_batch: int,
         max_blocks_per_seq: int,
         *,
+        min_context: int = 1,
         blocks: int | None = None,
         max_shared_mem: int | None = None,
         profile: bool = False,
@@ -223,8 +251,11 @@ class DecodeStep:
             raise ValueError("cache must hold every layer of the model; make one with model.new_cache")
         if cache.k.dtype != model.dtype:
             raise ValueError(f"cache is {cache.k.dtype}, the model computes in {model.dtype}")
+        most = max_blocks_per_seq * cache.block_size
+        if not 1 <= min_context <= most:
+            raise ValueError(f"min_context must be 1 to {most}, what the block tables hold, got {min_context}")
         c = model.config
-        self.blocks, layout = _plan(model, max_batch, blocks, max_shared_mem, profile)
+        self.blocks, layout = _plan(model, max_batch, blocks, max_shared_mem, profile, (min_context, most))
         if isinstance(layout, str):
             raise ValueError(f"DecodeStep cannot run {layout}; use Qwen3.forward")
         self.layout = layout
@@ -373,7 +404,12 @@ class DecodeStep:
 
 
 def _plan(
-    model: Qwen3, batch: int, blocks: int | None, max_shared_mem: int | None, profile: bool = False
+    model: Qwen3,
+    batch: int,
+    blocks: int | None,
+    max_shared_mem: int | None,
+    profile: bool = False,
+    contexts: tuple[int, int] = (1, _ANY_CONTEXT),
 ) -> tuple[int, Layout | str]:
     """Blocks and layout on the model's device."""
     from .. import jit
@@ -385,8 +421,8 @@ def _plan(
     count = info.sm_count if blocks is None else blocks
     limit = info.max_shared_mem if max_shared_mem is None else max_shared_mem
     if not profile:
-        return count, plan_layout(model.config, batch, count, limit)
-    layout = plan_layout(model.config, batch, count, limit - _PROFILE_BYTES)
+        return count, plan_layout(model.config, batch, count, limit, contexts)
+    layout = plan_layout(model.config, batch, count, limit - _PROFILE_BYTES, contexts)
     if isinstance(layout, Layout):
         layout = replace(layout, shared_bytes=layout.shared_bytes + _PROFILE_BYTES)
     return count, layout
@@ -414,6 +450,7 @@ def kernel_defines(config: Qwen3Config, layout: Layout, profile: bool = False) -
         "OWNED": layout.owned,
         "DIRECT": int(layout.direct),
         "ATTENTION_TEAMS": layout.teams,
+        "ATTENTION_ALONE": _ALONE[layout.attention],
         "OVERLAY": int(layout.overlay),
         "SHARED_BYTES": layout.shared_bytes,
         "PROFILE": int(profile),
@@ -432,10 +469,12 @@ _TARGETS = (
     ("sm_100a", 148, 227),
     ("sm_120a", 170, 99),
 )
+_CONTEXTS = ((1, 256), (256, 40960), (32768, 40960))
 
 
 def kernel_variants() -> list[tuple[str, str, tuple[str], dict[str, int], tuple[str, ...]]]:
-    """A step of one sequence of Qwen3-0.6B, as a typical GPU of every architecture compiles it (`cukern.jit.variants`).
+    """A step of one sequence of Qwen3-0.6B, as a typical GPU of every architecture compiles it (`cukern.jit.variants`),
+    for short, middle and long contexts.
 
     Other models and batches are compiled when they are first used.
     """
@@ -443,8 +482,10 @@ def kernel_variants() -> list[tuple[str, str, tuple[str], dict[str, int], tuple[
 
     found: list[tuple[str, str, tuple[str], dict[str, int], tuple[str, ...]]] = []
     for arch, multiprocessors, shared_kb in _TARGETS:
-        layout = plan_layout(QWEN3_SHAPES["0.6B"], 1, multiprocessors, shared_kb << 10)
-        if isinstance(layout, Layout):
-            defines = kernel_defines(QWEN3_SHAPES["0.6B"], layout)
-            found += [("decode_step.cu", "decode_step", (t,), defines, (arch,)) for t in ("half", "bf16")]
+        shape = QWEN3_SHAPES["0.6B"]
+        layouts = [plan_layout(shape, 1, multiprocessors, shared_kb << 10, contexts) for contexts in _CONTEXTS]
+        for layout in dict.fromkeys(layouts):
+            if isinstance(layout, Layout):
+                defines = kernel_defines(shape, layout)
+                found += [("decode_step.cu", "decode_step", (t,), defines, (arch,)) for t in ("half", "bf16")]
     return found

@@ -46,9 +46,9 @@ template <class T> struct Attention {
   const Plan &plan;
 
   // Kept in shared memory, registers are scarce. No sequence has more chunks than there are teams: nothing is left to merge.
-  __device__ __forceinline__ bool couples() const { return plan.couples != 0; }
+  __device__ __forceinline__ bool couples() const { return ALONE != 1 && plan.couples != 0; }
   // A team has more than two items: every warp works for itself (decode/warp_attention.cuh).
-  __device__ __forceinline__ bool alone() const { return plan.alone != 0; }
+  __device__ __forceinline__ bool alone() const { return ALONE == 2 ? plan.alone != 0 : ALONE == 1; }
 
   __device__ __forceinline__ static int team() { return this_thread() / TEAM_THREADS; }
   __device__ __forceinline__ static int team_thread() { return this_thread() % TEAM_THREADS; }
@@ -71,9 +71,9 @@ template <class T> struct Attention {
   // have the same query heads.
   __device__ __forceinline__ void choose() {
     const int count = items(), blocks = (int)gridDim.x, block = (int)blockIdx.x;
-    bool couples = true;
+    bool couples = ALONE != 1;
     for (int r = 0; r < ROWS; ++r) couples = couples && rows[r].chunks <= TEAMS;
-    const bool alone = ALONE && !couples && count > 2 * TEAMS * blocks;
+    const bool alone = ALONE == 1 || (ALONE == 2 && !couples && count > 2 * TEAMS * blocks);
     if (threadIdx.x == 0) {
       Plan &state = const_cast<Plan &>(plan);
       state.couples = couples;
@@ -343,11 +343,13 @@ template <class T> struct Attention {
     return RowTile<HEAD_DIM>::at(row, element / 16 * 2 + (element / 2 & 1)) + ((element / 8 & 1) + (element / 4 & 1) * 2) * 2;
   }
 
-  // One item of this team. The copies of its values are committed, `later` ring fills ago (next_keys may add to them).
+  // One item of this team. The copies of its values are committed, `later` ring fills ago (fill_ring may add to them).
   // `next_keys` and `next_values` are called as soon as their places are free; `more`: whether they ask for anything.
-  template <class NextKeys, class NextValues>
+  // `fill_ring`: when the heads have come, since memory has nothing to do while they are computed with.
+  template <class NextKeys, class NextValues, class FillRing>
   __device__ __forceinline__ void attend(const Item &i, Keys &keys, int later, bool queries_there, bool more, T *k_cache,
-                                         T *v_cache, const NextKeys &next_keys, const NextValues &next_values) const {
+                                         T *v_cache, const NextKeys &next_keys, const NextValues &next_values,
+                                         const FillRing &fill_ring) const {
     constexpr int Halves = GROUP > 8 ? 2 : 1;  // rows 8 to 15 of the tile
     const int self = team_thread();
     const int lane = self & 31, warp = self >> 5;
@@ -369,6 +371,7 @@ template <class T> struct Attention {
     } else {
       keys.exchange();
     }
+    later += fill_ring();
     MARK(plan, 13);
 
     // Scores: a warp takes 16 keys.
@@ -382,7 +385,7 @@ template <class T> struct Attention {
 #pragma unroll
       for (int h = 0; h < 2; ++h) mma_m16n8k16<T>(s[h], a, keys.step(h, step).x, keys.step(h, step).y);
     }
-    later += next_keys();
+    next_keys();
     if (key0 + KEYS > length)
 #pragma unroll
       for (int h = 0; h < 2; ++h)
@@ -424,16 +427,21 @@ template <class T> struct Attention {
       }
     }
     MARK(plan, 16);
-    // Where a lane's columns of the output go, see send.
+    // Where a lane's columns of the output or of the part go, see send and send_part.
+    const bool whole = couples() || rows[i.row].chunks == 1;
     u32 places[Halves][2];
 #pragma unroll
-    for (int r = 0; r < Halves; ++r)
+    for (int r = 0; r < Halves; ++r) {
+      const int head = i.kv_head * GROUP + min(row + 8 * r, GROUP - 1), at = warp * 16 + column;
+      if (DIRECT && !whole && warp == 0 && column == 0 && row + 8 * r < GROUP)
+        send_word(part_words + part_at(i, head) + PART_M, __float_as_uint(m[r]), out.tag);
 #pragma unroll
       for (int d = 0; d < 2; ++d) {
-        const int head = i.kv_head * GROUP + min(row + 8 * r, GROUP - 1);
-        places[r][d] = out.template pair_at<Q_SIZE, O>(i.row, head * HEAD_DIM + warp * 16 + d * 8 + column);
+        places[r][d] = whole || !DIRECT ? out.template pair_at<Q_SIZE, O>(i.row, head * HEAD_DIM + at + d * 8)
+                                        : part_at(i, head) + out.template floats_at<HEAD_DIM>(0, at + d * 8);
         opaque(places[r][d]);
       }
+    }
     wait_behind(later);
     team_barrier();  // p, the sums and the values are there
     MARK(plan, 17);
@@ -469,36 +477,36 @@ template <class T> struct Attention {
     if (more || (!BY_WARPS && rows[i.row].chunks > 1)) team_barrier();  // the values, p and the statistics may be overwritten
     MARK(plan, 19);
     next_values();
-    if (couples() || rows[i.row].chunks == 1)
+    if (whole)
       send(i, acc, m, l, places);
     else
-      send_part(i, acc, m, l);
+      send_part(i, acc, m, l, places);
     MARK(plan, 20);
   }
 
-  // A chunk's part of a sequence, to be merged with the others.
+  // First word of a chunk's part of a head, with DIRECT. decode_step.py sees to it that they are counted in 32 bits.
+  __device__ __forceinline__ u32 part_at(const Item &i, int head) const {
+    return ((u32)(i.row * HEADS + head) * (u32)max_chunks + (u32)i.chunk) * PART_WORDS;
+  }
+  // A chunk's part of a sequence, to be merged with the others. With DIRECT m is on its way already.
+  template <int Halves>
   __device__ __forceinline__ void send_part(const Item &i, const float (&acc)[2][4], const float (&m)[2],
-                                            const float (&l)[2]) const {
-    constexpr int Halves = GROUP > 8 ? 2 : 1;
+                                            const float (&l)[2], const u32 (&places)[Halves][2]) const {
     const int self = team_thread();
     const int lane = self & 31, warp = self >> 5, t = lane & 3, row = lane >> 2;
 #pragma unroll
     for (int r = 0; r < Halves; ++r) {
       const int head = row + 8 * r;
       if (head >= GROUP || warp >= HEAD_DIM / 16) continue;
-      const i64 part = (i64)(i.row * HEADS + i.kv_head * GROUP + head) * max_chunks + i.chunk;
-      const int at = warp * 16 + t * 2;
       if constexpr (DIRECT) {
-        const Link to{part_words + part * PART_WORDS, out.tag};
-        if (warp == 0) {
-          u64 *const sent = to.words + HEAD_DIM;
-          if (t == 0) send_word(sent, __float_as_uint(m[r]), out.tag);
-          send_word(sent + 1 + t, __float_as_uint(l[r]), out.tag);
-          if (t < 3) send_word(sent + 5 + t, 0u, out.tag);  // words come in fours
-        }
 #pragma unroll
-        for (int d = 0; d < 2; ++d) to.send_floats<HEAD_DIM>(0, at + d * 8, acc[d][2 * r], acc[d][2 * r + 1]);
+        for (int d = 0; d < 2; ++d)
+          send_words(part_words + places[r][d], __float_as_uint(acc[d][2 * r]), __float_as_uint(acc[d][2 * r + 1]), out.tag);
+        if (warp == 0)
+          send_word(part_words + part_at(i, i.kv_head * GROUP + head) + PART_L + t, __float_as_uint(l[r]), out.tag);
       } else {
+        const i64 part = (i64)(i.row * HEADS + i.kv_head * GROUP + head) * max_chunks + i.chunk;
+        const int at = warp * 16 + t * 2;
         if (warp == 0) {
           if (t == 0) part_stats[part * 8] = m[r];
           part_stats[part * 8 + 1 + t] = l[r];

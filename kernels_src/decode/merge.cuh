@@ -8,16 +8,19 @@
 // already that have no late ones before them. 16 columns where there are blocks for that, else 32: fewer have two jobs.
 struct __align__(16) ReceivedParts {
   static constexpr bool Wide = HEAD_DIM % 32 == 0 && ROWS * HEADS * (HEAD_DIM / 16) > BLOCKS;
-  static constexpr int Columns = Wide ? 32 : 16, Pieces = Columns / 4 + 2;  // pieces: four words of a part, for one thread
+  static constexpr int Columns = Wide ? 32 : 16, Pieces = Columns / 4 + 1;  // pieces: four words of a part, for one thread
   static constexpr int Receivers = THREADS - 64;
   static constexpr int Batch = Wide ? 16 : 24, Turn = Receivers / Pieces / Batch * Batch, Turns = 4, Parts = Turns * Turn;
-  float values[Parts][Columns + 4];    // sums, then l of the four lanes
-  float a[Parts], b[Parts], m[Parts];  // weights of the total and of the chunk, see ChunkMerge
-  u32 rescaled[Turns];                 // eight bits a batch: whether a weight of the total is not 1
+  // Chunks of a turn: where one round of the receivers is enough, a batch.
+  __device__ __forceinline__ static int turn_of(int count) { return count <= Turn ? Batch : Turn; }
+  float values[Parts][Columns + 4];  // sums, then l of the four lanes
+  float a[Parts], b[Parts];          // weights of the total and of the chunk, see ChunkMerge
+  u32 rescaled[Turns];               // eight bits a batch: whether a weight of the total is not 1
 };
+static_assert(ReceivedParts::Turn <= ReceivedParts::Turns * ReceivedParts::Batch, "turns of one batch each");
 static_assert(sizeof(ReceivedParts) <= sizeof(MergeMemory), "decode_step.py counts the larger one");
 
-// Barriers of a turn: of the receivers and warp 1, of warp 1 and warp 0.
+// Barriers of a turn: of the receivers and warp 0, of warp 1 and warp 0.
 enum Meeting { RECEIVED, WEIGHED };
 __device__ __forceinline__ void meet_for(Meeting what, int turn, bool waits) {
   const int id = 1 + turn + (what == WEIGHED ? ReceivedParts::Turns : 0);
@@ -25,64 +28,61 @@ __device__ __forceinline__ void meet_for(Meeting what, int turn, bool waits) {
   waits ? named_barrier_sync(id, threads) : named_barrier_arrive(id, threads);
 }
 
-// By all warps but the first two: chunks chunk0 ... chunk0 + count - 1 of a head, in N turns at most.
+// By all warps but the first two: chunks chunk0 ... chunk0 + count - 1 of a head, N of them a thread at most.
 template <int N, class T>
 __device__ __forceinline__ void receive_parts(const Attention<T> &attention, ReceivedParts &memory, int head, int column0,
                                               int chunk0, int count) {
   constexpr int Pieces = ReceivedParts::Pieces, Turn = ReceivedParts::Turn, Sums = ReceivedParts::Columns / 4;
-  const int self = this_thread() - 64, part0 = self / Pieces, piece = self % Pieces, turns = ceil_div(count, Turn);
+  const int self = this_thread() - 64, part0 = self / Pieces, piece = self % Pieces;
+  const int turns = ceil_div(count, ReceivedParts::turn_of(count));
   const Link from{attention.part_words + ((i64)head * attention.max_chunks + chunk0 + part0) * PART_WORDS, 0};
   const bool sums = piece < Sums;
-  const u64 *const first = sums ? from.template pair_of_words<HEAD_DIM>(0, (column0 + piece * 4) / 2)
-                                : from.words + HEAD_DIM + (piece - Sums) * 4;
+  const u64 *const first = sums ? from.template pair_of_words<HEAD_DIM>(0, (column0 + piece * 4) / 2) : from.words + PART_L;
   const u64 *const second = first + (sums ? HEAD_DIM / 2 : 2);
   u32 missing = 0;
 #pragma unroll
   for (int i = 0; i < N; ++i)
     if (part0 < Turn && part0 + i * Turn < count) missing |= 1u << i;
-  int turn = 0;  // of those before it everything is there
+  const int turn0 = N == 1 ? part0 / ReceivedParts::Batch : 0;  // of the first part; the others are in the turns behind it
+  int turn = 0;                                                 // of those before it everything is there
 #pragma unroll 1
   do {
     u32 v[N][4];
     const u32 there = poll_words<N>(v, first, second, Turn * PART_WORDS, missing, attention.out.tag);
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      if (!(there >> i & 1)) continue;
-      const int part = part0 + i * Turn;
-      if (sums) {
-        *reinterpret_cast<uint4 *>(&memory.values[part][piece * 4]) = make_uint4(v[i][0], v[i][1], v[i][2], v[i][3]);
-      } else if (piece == Sums) {
-        memory.m[part] = __uint_as_float(v[i][0]);
-#pragma unroll
-        for (int t = 0; t < 3; ++t) memory.values[part][4 * Sums + t] = __uint_as_float(v[i][1 + t]);
-      } else {
-        memory.values[part][4 * Sums + 3] = __uint_as_float(v[i][0]);
-      }
-    }
+    for (int i = 0; i < N; ++i)
+      if (there >> i & 1)
+        *reinterpret_cast<uint4 *>(&memory.values[part0 + i * Turn][piece * 4]) = make_uint4(v[i][0], v[i][1], v[i][2], v[i][3]);
     missing &= ~there;
-    const int next = __ffs(__reduce_or_sync(0xffffffffu, missing | 1u << turns)) - 1;  // the first that is not there
+    // The first turn that is not there.
+    const int next = __ffs(__reduce_or_sync(0xffffffffu, missing << turn0 | 1u << turns)) - 1;
 #pragma unroll 1
     for (; turn < next; ++turn) meet_for(RECEIVED, turn, false);
   } while (turn < turns);
 }
 
-// By warp 1: the weights of the chunks. The running maxima do not depend on the order of a sum and are found by a scan. Behind
-// the last chunk a batch is filled up with what changes no total.
-__device__ __forceinline__ void weigh_parts(ReceivedParts &memory, float &M, int count, float c) {
-  constexpr int Turn = ReceivedParts::Turn, Batch = ReceivedParts::Batch, Each = Batch / 8;
-  constexpr int Row = ReceivedParts::Columns + 4;
-  const int lane = this_thread() & 31, whole = ceil_div(count, Batch) * Batch;
+// By warp 1: the weights of the chunks, from their m, which are sent ahead. The running maxima do not depend on the order of
+// a sum and are found by a scan. Behind the last chunk a batch is filled up with what changes no total.
+template <class T>
+__device__ __forceinline__ void weigh_parts(const Attention<T> &attention, ReceivedParts &memory, float &M, int head, int chunk0,
+                                            int count) {
+  constexpr int Batch = ReceivedParts::Batch, Each = Batch / 8, Row = ReceivedParts::Columns + 4;
+  const int lane = this_thread() & 31, whole = ceil_div(count, Batch) * Batch, turn_length = ReceivedParts::turn_of(count);
+  const u64 *const from = attention.part_words + ((i64)head * attention.max_chunks + chunk0) * PART_WORDS + PART_M;
+  const float c = attention.c;
   float *const values = &memory.values[0][0];
 #pragma unroll 1
   for (int i = count * Row + lane; i < whole * Row; i += 32) values[i] = 0.f;
 #pragma unroll 1
-  for (int turn = 0; turn * Turn < count; ++turn) {
-    const int part0 = turn * Turn + lane * Each, end = min(count, (turn + 1) * Turn);
-    meet_for(RECEIVED, turn, true);
+  for (int turn = 0; turn * turn_length < count; ++turn) {
+    const int part0 = turn * turn_length + lane * Each, end = min(count, (turn + 1) * turn_length);
     float m[Each], own = -CUKERN_INF;
+    u32 raw[Each] = {}, missing = (1u << max(min(end - part0, Each), 0)) - 1;
+    do missing &= ~poll_single_words<Each>(raw, from + (i64)part0 * PART_WORDS, PART_WORDS, missing, attention.out.tag);
+    while (__any_sync(0xffffffffu, missing != 0));
 #pragma unroll
     for (int i = 0; i < Each; ++i) {
-      m[i] = part0 + i < end ? memory.m[part0 + i] : -CUKERN_INF;
+      m[i] = part0 + i < end ? __uint_as_float(raw[i]) : -CUKERN_INF;
       own = fmaxf(own, m[i]);
     }
     // `own` becomes the largest of the lanes up to this one.
@@ -99,7 +99,7 @@ __device__ __forceinline__ void weigh_parts(ReceivedParts &memory, float &M, int
       const float now = fmaxf(top, m[i]);
       const bool inside = part0 + i < end;
       const float a = inside ? rescale_factor(top, now, c) : 1.f, b = inside ? rescale_factor(m[i], now, c) : -0.f;
-      if (lane < Turn / Each) {
+      if (lane * Each < turn_length) {
         memory.a[part0 + i] = a;
         memory.b[part0 + i] = b;
       }
@@ -142,15 +142,16 @@ __device__ __forceinline__ void add_batch(const ReceivedParts &memory, float &to
   }
 }
 __device__ __forceinline__ void add_parts(const ReceivedParts &memory, float &total, float &L, int count) {
-  constexpr int Turn = ReceivedParts::Turn, Batch = ReceivedParts::Batch;
-  const int at = min(this_thread() & 31, ReceivedParts::Columns + 3);
+  constexpr int Batch = ReceivedParts::Batch;
+  const int at = min(this_thread() & 31, ReceivedParts::Columns + 3), turn_length = ReceivedParts::turn_of(count);
 #pragma unroll 1
-  for (int turn = 0; turn * Turn < count; ++turn) {
+  for (int turn = 0; turn * turn_length < count; ++turn) {
     meet_for(WEIGHED, turn, true);
     u32 rescaled = memory.rescaled[turn];
-    const int end = min(count, (turn + 1) * Turn);
+    const int end = min(count, (turn + 1) * turn_length);
+    meet_for(RECEIVED, turn, true);
 #pragma unroll 1
-    for (int part = turn * Turn; part < end; part += Batch, rescaled >>= 8)
+    for (int part = turn * turn_length; part < end; part += Batch, rescaled >>= 8)
       if (rescaled & 0xff)
         add_batch<true>(memory, total, L, part, at);
       else
@@ -177,7 +178,7 @@ template <class T> __device__ __forceinline__ void merge_received(const Attentio
       if (warp == 0)
         add_parts(memory, total, L, count);
       else if (warp == 1)
-        weigh_parts(memory, M, count, attention.c);
+        weigh_parts(attention, memory, M, head, chunk0, count);
       else if (count <= ReceivedParts::Turn)
         receive_parts<1>(attention, memory, head, column0, chunk0, count);
       else

@@ -8,6 +8,8 @@
 //   PARTIALS       most K-segment sums of a block at a time; OWNED: most tiles of the residual stream that a block owns
 //   OVERLAY        see Shared; SHARED_BYTES: of a block; PROFILE: clock readings, see MARK
 //   BLOCKS         gridDim.x; ATTENTION_TEAMS: 1 or 2, see decode/attention.cuh
+//   ATTENTION_ALONE  0: attention is the work of teams, 1: of single warps, 2: of what suits the lengths of a step; the bits
+//                  are the same, a kernel with one of the two is shorter and so 1 to 2 % faster
 //   DIRECT         results go from block to block as tagged words (ptx/exchange.cuh) instead of through a grid barrier:
 //                  a shorter way, but twice the bytes, and every block reads nearly all of them; for few rows
 #pragma once
@@ -89,7 +91,8 @@ static_assert(ROWS >= 1 && ROWS <= 16, "rows of one mma tile");
 static_assert(STREAMS >= 1 && STREAMS <= WARPS, "streams are warps");
 
 // ---- attention
-constexpr int PART_WORDS = HEAD_DIM + 8;  // with DIRECT, a chunk of a head: accumulators, m, l of four lanes, unused
+// With DIRECT, a chunk of a head in words: accumulators, l of four lanes, m, which is sent ahead, unused.
+constexpr int PART_L = HEAD_DIM, PART_M = HEAD_DIM + 4, PART_WORDS = HEAD_DIM + 8;
 
 // ---- shared memory
 constexpr int RING_ELEMENTS = 8 * RING_K;  // of a slot
@@ -119,6 +122,7 @@ struct Plan {
   u64 head;
   int first[5], units[5], dealt[5];  // tiles, units, and what goes to streams in turn: units or runs of them
   short couples, alone;              // see decode/attention.cuh
+  u32 sent_at[WARPS];                // see WeightStream::sent_at
 #if PROFILE
   u32 *marks[WARPS];  // where each warp writes its clock, [MARKS][WARPS] of the layer
 #endif
@@ -163,7 +167,7 @@ struct WarpShared {
   static constexpr int warp_bytes = pages + 128;
   static constexpr int bytes = warps + WARPS * warp_bytes;
 };
-constexpr bool ALONE = TEAMS == 2 && GROUP <= 8 && WarpShared::bytes <= TEAMS * TeamShared::bytes;
+constexpr int ALONE = TEAMS == 2 && GROUP <= 8 && WarpShared::bytes <= TEAMS * TeamShared::bytes ? ATTENTION_ALONE : 0;
 
 // Byte offsets. With OVERLAY the values lie over x, and are fetched only when the product before is done.
 struct Shared {

@@ -277,10 +277,9 @@ template <class T> struct WarpAttention {
     if (g < GROUP) {
       const i64 part = part0 + (i64)g * attention.max_chunks;
       if constexpr (DIRECT) {
-        u64 *const to = attention.part_words + part * PART_WORDS + HEAD_DIM;
-        if (t == 0) send_word(to, __float_as_uint(m), attention.out.tag);
-        send_word(to + 1 + t, __float_as_uint(l), attention.out.tag);
-        if (t < 3) send_word(to + 5 + t, 0u, attention.out.tag);  // words come in fours
+        u64 *const to = attention.part_words + part * PART_WORDS;
+        if (t == 0) send_word(to + PART_M, __float_as_uint(m), attention.out.tag);
+        send_word(to + PART_L + t, __float_as_uint(l), attention.out.tag);
       } else {
         if (t == 0) attention.part_stats[part * 8] = m;
         attention.part_stats[part * 8 + 1 + t] = l;

@@ -116,6 +116,31 @@ __device__ __forceinline__ u32 poll_words(u32 (&payload)[N][4], const u64 *first
   return there;
 }
 
+// The same for single words; only the payloads of those that bear the tag are changed.
+template <int N>
+__device__ __forceinline__ u32 poll_single_words(u32 (&payload)[N], const u64 *first, int apart, u32 wanted, u32 tag PTX_SITE) {
+  u64 w[N] = {};
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+    if (wanted >> n & 1) {
+#ifdef CUKERN_EMU
+      emu_access(first + n * apart, 8, 0, 8, "poll_single_words", PTX_HERE);
+      w[n] = first[n * apart];
+      if ((u32)(w[n] >> 32) != tag) emu_trap("poll_single_words: a word that was not sent", PTX_HERE);
+#else
+      asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(w[n]) : "l"(first + n * apart) : "memory");
+#endif
+    }
+  u32 there = 0;
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+    if ((wanted >> n & 1) && (u32)(w[n] >> 32) == tag) {
+      payload[n] = (u32)w[n];
+      there |= 1u << n;
+    }
+  return there;
+}
+
 // Every block, between sending and the first receive of what others send: nothing on a GPU. Under emulation, where blocks do
 // not spin, it is the wait.
 __device__ __forceinline__ void meet_senders(PTX_SITE0) {

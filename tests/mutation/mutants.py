@@ -593,6 +593,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("decode/merge.cuh", "largest score so far of one chunk alone", "fmaxf(top, m[i])", "m[i]"),
     Mutant("decode/merge.cuh", "weights that fill up a batch take the total away", "c) : 1.f", "c) : 0.f"),
     Mutant("decode/merge.cuh", "the total is never rescaled", "rescaled & 0xff", "rescaled & 0"),
+    Mutant("decode/merge.cuh", "nothing behind the last chunk", "values[i] = 0.f;", ";"),
     Mutant("decode/attention.cuh", "key past the sequence", "(e & 1) >= length", "(e & 1) > length"),
     Mutant(
         "decode/product.cuh",
