@@ -206,8 +206,10 @@ __global__ void __launch_bounds__(THREADS, 1)
     MARKS_OF(layer);
     MARK(plan, 0);
     if (layer > 0) meet();
-    if (layer > 0) stream.look_after(attention.couples() ? FirstLook::residual : FirstLook::behind_burst);
-    if (plan.units[QKV] > 0) norm_from(IntTag<QKV>{}, layer, Link{after_mlp, tag}, 1);
+    if (plan.units[QKV] > 0) {
+      if (layer > 0) stream.look_after(attention.couples() ? FirstLook::residual : FirstLook::behind_burst);
+      norm_from(IntTag<QKV>{}, layer, Link{after_mlp, tag}, 1);
+    }
     ++tag;
     MARK(plan, 2);
     attention.qkv.tag = attention.out.tag = tag;
@@ -269,17 +271,15 @@ __global__ void __launch_bounds__(THREADS, 1)
       MARK(plan, 9);
     }
     MARK(plan, 21);
-    u32 look = FirstLook::attended;
-    if (item_count > 0 || !attention.couples()) {
-      look = FirstLook::residual;
-      stream.note_sent();
-    }
+    const bool has_sent = attention.couples() ? item_count > 0 : attention.attends();
+    if (has_sent) stream.note_sent();
+    u32 look = has_sent ? FirstLook::residual : FirstLook::attended;
     if (DIRECT && OVERLAY) __syncthreads();  // the values may be overwritten
     if (!attention.couples()) {
       if constexpr (DIRECT) {
         __syncthreads();  // the values may be overwritten
         meet_senders();
-        stream.look_after(FirstLook::parts);
+        stream.look_after(has_sent ? FirstLook::parts : FirstLook::attended);
         merge_received(attention, *reinterpret_cast<ReceivedParts *>(shared + Shared::kv));
       } else {
         barrier.arrive();
@@ -317,8 +317,10 @@ __global__ void __launch_bounds__(THREADS, 1)
 
     // ---- 4: gate and up
     ahead.template load<GATE_UP>(stream, unit);
-    stream.look_after(FirstLook::residual);
-    if (plan.units[GATE_UP] > 0) norm_from(IntTag<GATE_UP>{}, LAYERS, Link{after_attention, tag}, 32);
+    if (plan.units[GATE_UP] > 0) {
+      stream.look_after(FirstLook::residual);
+      norm_from(IntTag<GATE_UP>{}, LAYERS, Link{after_attention, tag}, 32);
+    }
     MARK(plan, 33);
     multiply<GATE_UP>(stream, unit, x, zeros, partial, ahead, StoreSwiglu<T>{Link{gated, tag}});
     sent();
@@ -341,8 +343,10 @@ __global__ void __launch_bounds__(THREADS, 1)
   MARKS_OF(LAYERS);
   MARK(plan, 0);
   meet();
-  stream.look_after(FirstLook::residual);
-  if (plan.units[HEAD] > 0) norm_from(IntTag<HEAD>{}, LAYERS, Link{after_mlp, tag}, 1);
+  if (plan.units[HEAD] > 0) {
+    stream.look_after(FirstLook::residual);
+    norm_from(IntTag<HEAD>{}, LAYERS, Link{after_mlp, tag}, 1);
+  }
   MARK(plan, 2);
   multiply<HEAD>(stream, unit, x, zeros, partial, ahead, StoreLogits<T>{logits});
   cp_async_wait<0>();

@@ -129,7 +129,7 @@ def test_a_step_knows_its_shortest_context(make, monkeypatch):
     monkeypatch.setattr("cukern.engine.decode.StepProgram", Watched)
     prompts, sampling = requests((180,), max_tokens=90)
     looped(make()).generate(prompts, sampling)
-    assert made == {256: 1, 512: 193}  # a batch is loaded with room for 64 tokens
+    assert made == {256: 1, 512: 193}  # the longest is 512; a batch is loaded with room for 64 tokens
 
 
 # -- ends ----------------------------------------------------------------------------------------------------------

@@ -193,6 +193,17 @@ def test_attention_by_context() -> None:
     assert attention(2, 8321, 8321) == "warps"
     assert attention(16, 1, 512) == "teams"
     assert attention(1, 30000, 40960, shared_kb=100) == "teams"  # one team
+    assert attention(1, 30000, 40960, "4B") == "warps"
+    assert attention(1, 30000, 40960, "32B") == "teams"  # no room for 8 query heads a warp
+    assert attention(16, 1, 256) == "teams"  # couples, however many
+
+
+def test_parts_are_counted_in_32_bits() -> None:
+    scene = Scene(model_of("hd128-fp16"), (5,))
+    with pytest.raises(
+        ValueError, match=r"max_blocks_per_seq 200000000: parts of attention would take \d+ words, .* 2\*\*32"
+    ):
+        scene.stepped(3, width=200_000_000)
 
 
 def test_min_context_is_checked() -> None:
@@ -202,9 +213,9 @@ def test_min_context_is_checked() -> None:
             scene.stepped(3, width=2, min_context=wrong)
 
 
-@pytest.mark.parametrize("heads", [(8, 1), (15, 3)])
+@pytest.mark.parametrize("heads", [(6, 1), (12, 3)])
 def test_items_of_single_warps_with_other_heads(heads: tuple[int, int], tmp_path: Path) -> None:
-    """The most query heads to a key/value head, and head sizes whose rows are no power of two."""
+    """The most query heads to a key/value head for which there is room, and a head size that is no power of two."""
     config = replace(
         model_of("tied-fp16").config,
         num_attention_heads=heads[0],
@@ -214,6 +225,9 @@ def test_items_of_single_warps_with_other_heads(heads: tuple[int, int], tmp_path
     )
     model = Qwen3.from_pretrained(make_checkpoint(tmp_path, config, "float16", std=0.2), device="emulated")
     scene = Scene(model, (400, 150))
+    layout = plan_layout(model.config, 2, 1, 227 << 10)
+    assert isinstance(layout, Layout)
+    assert layout.attention == "either"
     with cukern.emulate(check=False):
         assert_same(scene, scene.stepped(1, max_shared_mem=227 << 10), scene.expected())
 
@@ -236,7 +250,7 @@ def test_slot_of_minus_one_with_items_of_single_warps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chunks", "head_dim", "blocks"), [(60, 16, 4), (131, 16, 4), (290, 16, 4), (40, 32, 3), (131, 32, 3)]
+    ("chunks", "head_dim", "blocks"), [(60, 16, 4), (131, 16, 4), (290, 16, 4), (40, 32, 3), (131, 32, 3), (60, 16, 1)]
 )
 def test_more_chunks_than_are_merged_in_a_round(chunks: int, head_dim: int, blocks: int, tmp_path: Path) -> None:
     """In turns of a batch, in longer ones, and in those of two rounds; by 16 columns, and by 32 where there are fewer
@@ -286,6 +300,45 @@ def test_two_segments_at_once(lengths: tuple[int, ...], tmp_path: Path) -> None:
     assert (layout.direct, layout.ring_k, layout.slots) == (True, 128, 4)
     with cukern.emulate(check=False):
         assert_same(scene, scene.stepped(17, 2, max_shared_mem=227 << 10), scene.expected(2))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "context", "attention"),
+    [
+        *(((n,), 5120, "warps") for n in (3, 127, 130, 300)),
+        ((3, 70), 5120, "warps"),
+        ((500, 200), 5120, "warps"),
+        ((2300,), 1, "teams"),  # several items for some teams
+        ((1500, 1000), 1, "teams"),
+    ],
+)
+def test_two_segments_at_once_by_context(
+    lengths: tuple[int, ...], context: int, attention: str, tmp_path: Path
+) -> None:
+    """The same in a kernel for long contexts, and with rings that are filled behind the heads."""
+    model = three_layers(tmp_path, intermediate_size=1024, vocab_size=256, max_position_embeddings=8192)
+    scene = Scene(model, lengths, steps=2)
+    width = max(context // 16, scene.width + 1)
+    layout = plan_layout(model.config, len(lengths), 17, 227 << 10, (context, width * 16))
+    assert isinstance(layout, Layout)
+    assert (layout.slots, layout.attention) == (4, attention)
+    with cukern.emulate(check=len(lengths) == 1 and lengths[0] < 1000):
+        got = scene.stepped(17, 2, max_shared_mem=227 << 10, width=width, min_context=context)
+        assert_same(scene, got, scene.expected(2))
+
+
+@pytest.mark.parametrize("context", [1, 5120])
+def test_rows_out_of_use(context: int, tmp_path: Path) -> None:
+    """All of them, as before a step is captured, and one of two."""
+    model = three_layers(tmp_path, intermediate_size=1024, vocab_size=256, max_position_embeddings=8192)
+    scene = Scene(model, (129,))
+    cache = scene.cache()
+    with cukern.emulate(check=False):
+        step = DecodeStep(model, cache, 2, 320, blocks=17, max_shared_mem=227 << 10, min_context=context)
+        assert not np.isnan(step.run()).any()
+        np.testing.assert_array_equal(bits(cache.k), bits(scene.k))
+        got = scene.stepped(17, 1, 2, max_shared_mem=227 << 10, width=320, min_context=context)
+        assert_same(scene, got, scene.expected())
 
 
 @pytest.mark.parametrize(

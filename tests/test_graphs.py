@@ -42,7 +42,7 @@ def test_row_buckets():
 
 
 def test_context_widths():
-    assert context_widths(40960, 64) == [4, 8, 16, 32, 64, 128, 256, 512, 640]
+    assert context_widths(40960, 64) == [4, 16, 64, 128, 256, 512, 640]
     assert context_widths(256, 256) == [1]
     assert context_widths(257, 256) == [1, 2]
     assert context_widths(100, 16) == [7]

@@ -19,6 +19,7 @@ import numpy as np
 
 from cukern.bench.profile_decode import table
 from cukern.bench.random_model import Noise, make_model
+from cukern.engine.graphs import context_widths, shortest_context
 from cukern.models import ForwardBatch, PagedKVCache, Qwen3
 from cukern.models.decode_step import DecodeStep
 from cukern.testing.checkpoints import QWEN3_SHAPES
@@ -51,10 +52,16 @@ def make_batch(cupy: Any, model: Qwen3, batch: int, context: int, seed: int = 0)
     ), cache
 
 
+def shortest(context: int) -> int:
+    """`DecodeStep`'s ``min_context`` where the engine decodes sequences of that length."""
+    widths = context_widths(40960, _PAGE)
+    return shortest_context(widths, next((w for w in widths if w * _PAGE > context), widths[-1]), _PAGE)
+
+
 def check(cupy: Any, model: Qwen3, batch: int, context: int) -> bool:
     """Whether logits and cache after a step have the bits of `Qwen3.forward`."""
     inputs, cache = make_batch(cupy, model, batch, context)
-    step = DecodeStep(model, cache, batch, int(inputs.block_tables.shape[1]), min_context=context)
+    step = DecodeStep(model, cache, batch, int(inputs.block_tables.shape[1]), min_context=shortest(context))
     step.load(inputs)
     got = cupy.asnumpy(step.run()).view(np.uint32)
     keys = cupy.asnumpy(cache.k.view(np.uint16))
@@ -107,7 +114,7 @@ def time_cases(cupy: Any, model: Qwen3, cases: list[tuple[int, int]]) -> None:
             print(f"{batch:5} {context:7} not run: {problem}")
             continue
         inputs, cache = make_batch(cupy, model, batch, context)
-        step = DecodeStep(model, cache, batch, int(inputs.block_tables.shape[1]), min_context=context)
+        step = DecodeStep(model, cache, batch, int(inputs.block_tables.shape[1]), min_context=shortest(context))
         step.load(inputs)
         times = graph_times(cupy, step)
         us = statistics.median(times)
@@ -123,7 +130,9 @@ def time_cases(cupy: Any, model: Qwen3, cases: list[tuple[int, int]]) -> None:
 def profile(cupy: Any, model: Qwen3, batch: int, context: int) -> None:
     """Time of each part of a layer, from a build with clock readings; see profile_decode."""
     inputs, cache = make_batch(cupy, model, batch, context)
-    step = DecodeStep(model, cache, batch, int(inputs.block_tables.shape[1]), min_context=context, profile=True)
+    step = DecodeStep(
+        model, cache, batch, int(inputs.block_tables.shape[1]), min_context=shortest(context), profile=True
+    )
     step.load(inputs)
     us = statistics.median(graph_times(cupy, step))
     stamps = cupy.asnumpy(step.stamps)

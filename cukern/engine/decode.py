@@ -16,15 +16,22 @@ import numpy as np
 from cukern.engine.arena import Arena
 from cukern.engine.blocks import BlockPool
 from cukern.engine.drawing import Flavour, collect, history_arrays, sampling_arrays
-from cukern.engine.graphs import PERSISTENT_ROWS, RING, STOPS, StepProgram, context_widths, row_buckets
+from cukern.engine.graphs import (
+    PERSISTENT_ROWS,
+    RING,
+    ROOM,
+    STOPS,
+    StepProgram,
+    context_widths,
+    row_buckets,
+    shortest_context,
+)
 from cukern.engine.scheduler import StepPlan
 from cukern.engine.sequence import Drawn, Sequence
 
 __all__ = ["DecodeLoop"]
 
-_MOST_PROGRAMS = 32
-_ROOM = 64
-"""Tokens for which a step has room when it is loaded: it is not loaded twice in a row at the end of its width."""
+_MOST_PROGRAMS = 64
 
 
 @dataclass
@@ -127,7 +134,7 @@ class DecodeLoop:
         lengths = np.array([len(s.tokens) for s in sequences], np.int64)
         left = np.array([p.max_tokens - s.num_generated for s, p in zip(sequences, params)], np.int64)
         rows = next(b for b in self._buckets if b >= len(sequences))
-        size, most = self.cache.block_size, int((lengths + np.minimum(left, _ROOM)).max())
+        size, most = self.cache.block_size, int((lengths + np.minimum(left, ROOM)).max())
         width = next((w for w in self._widths if w * size >= most), self._widths[-1])
         program = self._program(rows, width)
         program.prepare(self.flavour)
@@ -170,8 +177,7 @@ class DecodeLoop:
                 import cupy
 
                 self._arena = Arena(cupy.cuda.get_allocator())  # not cuda.alloc, which would come back here
-            narrower = max((w for w in self._widths if w < width), default=0) * self.cache.block_size
-            options = self._options | {"min_context": max(narrower - _ROOM + 1, 1)}
+            options = self._options | {"min_context": shortest_context(self._widths, width, self.cache.block_size)}
             self._programs[key] = StepProgram(self.model, self.cache, rows, width, self._arena, **options)
         self._programs.move_to_end(key)
         return self._programs[key]

@@ -17,7 +17,16 @@ from cukern.engine.drawing import Flavour, draw, operators
 from cukern.engine.params import MAX_BIASED, MAX_TOP_LOGPROBS
 from cukern.ops.advance import StepState
 
-__all__ = ["RING", "STOPS", "FixedArrays", "StepProgram", "context_widths", "row_buckets"]
+__all__ = [
+    "RING",
+    "ROOM",
+    "STOPS",
+    "FixedArrays",
+    "StepProgram",
+    "context_widths",
+    "row_buckets",
+    "shortest_context",
+]
 
 RING = 8
 """Steps whose results are kept."""
@@ -25,12 +34,15 @@ RING = 8
 STOPS = 8
 """Stop tokens of a row that the device looks for."""
 
+ROOM = 64
+"""Tokens for which a step has room when it is loaded: it is not loaded twice in a row at the end of its width."""
+
 PERSISTENT_ROWS = 16
 """Most rows for which the whole model runs as one kernel (`cukern.models.decode_step`), where that can run it."""
 
 _ALIGN = 256
 _ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-_FIRST_CONTEXT = 256
+_FIRST_CONTEXT, _LONG_CONTEXT = 256, 4096
 _STEP_INPUTS = ("token_ids", "positions", "slot_mapping", "block_tables", "seq_lens")
 
 
@@ -41,14 +53,20 @@ def row_buckets(max_num_seqs: int) -> list[int]:
 
 
 def context_widths(max_model_len: int, block_size: int) -> list[int]:
-    """Columns of the block tables for which a step is made, ascending: contexts of 256, 512, 1024, ... tokens, and the
-    longest."""
+    """Columns of the block tables for which a step is made, ascending: contexts of 256, 1024, 4096, 8192, 16384, ...
+    tokens, and the longest. Where contexts are long, a step of few sequences has a kernel for a range of them."""
     last = -(-max_model_len // block_size)
     widths, context = [], _FIRST_CONTEXT
     while context // block_size < last:
         widths.append(max(context // block_size, 1))
-        context *= 2
+        context *= 4 if context < _LONG_CONTEXT else 2
     return [*widths, last]
+
+
+def shortest_context(widths: list[int], width: int, block_size: int) -> int:
+    """Tokens that the longest sequence of a batch has at least when a step of that width is chosen for it."""
+    narrower = max((w for w in widths if w < width), default=0)
+    return max(narrower * block_size - ROOM + 1, 1)
 
 
 class FixedArrays:

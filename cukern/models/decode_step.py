@@ -162,14 +162,23 @@ def plan_layout(
 
 
 def _attention(c: Qwen3Config, rows: int, blocks: int, teams: int, contexts: tuple[int, int]) -> str:
-    """`Layout.attention`: single warps where a team would have more than two items, see Attention::choose."""
-    if teams == 1 or c.num_attention_heads // c.num_key_value_heads > 8:
+    """`Layout.attention`: single warps where a team would have more than two items and some sequence has more chunks
+    than a block has teams, see Attention::choose; teams where single warps find no room (struct WarpShared)."""
+    group = c.num_attention_heads // c.num_key_value_heads
+    of_warp = group * 2 * (-(-c.head_dim // 32) * 32 + 32) + 160
+    if teams == 1 or group > 8 or 8 * c.head_dim + 16 + _WARPS * of_warp > teams * _team_bytes(c):
         return "teams"
     fewest, most = (-(-n // ATTN_CHUNK) for n in contexts)
     items = 2 * teams * blocks
-    if rows * most * c.num_key_value_heads <= items:
+    if most <= teams or rows * most * c.num_key_value_heads <= items:
         return "teams"
-    return "warps" if (fewest + rows - 1) * c.num_key_value_heads > items else "either"
+    return "warps" if fewest > teams and (fewest + rows - 1) * c.num_key_value_heads > items else "either"
+
+
+def _team_bytes(c: Qwen3Config) -> int:
+    """Struct TeamShared of kernels_src/decode/shape.cuh."""
+    groups = ATTN_CHUNK // 16
+    return 17 * c.head_dim * 2 + 16 * ATTN_CHUNK * 2 + (16 + 64) * groups * 4 + 2 * c.head_dim * 4 + 272
 
 
 def _fixed_bytes(c: Qwen3Config, rows: int, partials: int, owned: int, overlay: bool, teams: int) -> int:
@@ -177,8 +186,7 @@ def _fixed_bytes(c: Qwen3Config, rows: int, partials: int, owned: int, overlay: 
     longest = max(c.hidden_size, c.q_size, c.intermediate_size)
     x = rows * (longest + 8 + (longest // 256 * 32 if rows <= _MOST_DIRECT_ROWS else 0)) * 2
     kv = max(teams * ATTN_CHUNK * c.head_dim * 2, _MERGE_BYTES)
-    groups = ATTN_CHUNK // 16
-    attention = teams * (17 * c.head_dim * 2 + 16 * ATTN_CHUNK * 2 + (16 + 64) * groups * 4 + 2 * c.head_dim * 4 + 272)
+    attention = teams * _team_bytes(c)
     state = (partials + owned) * rows * 32 + rows * 32 + rows * c.head_dim * 4 + rows * 32
     plan = c.num_hidden_layers * 80 + 8 + 16 * 4 + 4 * _WARPS
     return 16 + (max(x, kv) if overlay else x + kv) + attention + state + plan
@@ -261,6 +269,11 @@ class DecodeStep:
         self.layout = layout
         rows, width = layout.rows, max_blocks_per_seq
         self._max_chunks = -(-width * cache.block_size // ATTN_CHUNK)
+        words = rows * c.num_attention_heads * self._max_chunks * (c.head_dim + _PART_PADDING)
+        if layout.direct and words > 1 << 32:
+            raise ValueError(
+                f"max_blocks_per_seq {width}: parts of attention would take {words} words, the kernel counts 2**32"
+            )
         xp, half = model.device.xp, model.dtype
         with model.device.context():
             self._rows = {

@@ -47,7 +47,7 @@ template <class T> struct Attention {
 
   // Kept in shared memory, registers are scarce. No sequence has more chunks than there are teams: nothing is left to merge.
   __device__ __forceinline__ bool couples() const { return ALONE != 1 && plan.couples != 0; }
-  // A team has more than two items: every warp works for itself (decode/warp_attention.cuh).
+  // Every warp works for itself (decode/warp_attention.cuh): where a team has more than two items, or the kernel is made so.
   __device__ __forceinline__ bool alone() const { return ALONE == 2 ? plan.alone != 0 : ALONE == 1; }
 
   __device__ __forceinline__ static int team() { return this_thread() / TEAM_THREADS; }
@@ -121,6 +121,14 @@ template <class T> struct Attention {
   }
   __device__ __forceinline__ int item_count() const {  // of this team
     return TEAMS == 2 || team() == 0 ? mine<int4>(TeamShared::first)->w : 0;
+  }
+  __device__ __forceinline__ bool attends() const {  // this block
+    if (alone()) return *block_state<int>(WarpShared::units) > 0;
+    const unsigned char *const state = shared + Shared::teams + TeamShared::first;
+    bool any = false;
+#pragma unroll
+    for (int team = 0; team < TEAMS; ++team) any = any || reinterpret_cast<const int4 *>(state + team * TeamShared::bytes)->w > 0;
+    return any;
   }
   __device__ __forceinline__ Item first() const {
     const int4 i = *mine<int4>(TeamShared::first);
@@ -371,8 +379,8 @@ template <class T> struct Attention {
     } else {
       keys.exchange();
     }
-    later += fill_ring();
     MARK(plan, 13);
+    later += fill_ring();
 
     // Scores: a warp takes 16 keys.
     float s[2][4] = {};
@@ -484,7 +492,7 @@ template <class T> struct Attention {
     MARK(plan, 20);
   }
 
-  // First word of a chunk's part of a head, with DIRECT. decode_step.py sees to it that they are counted in 32 bits.
+  // First word of a chunk's part of a head, with DIRECT. decode_step.py refuses more than 32 bits can count.
   __device__ __forceinline__ u32 part_at(const Item &i, int head) const {
     return ((u32)(i.row * HEADS + head) * (u32)max_chunks + (u32)i.chunk) * PART_WORDS;
   }

@@ -65,7 +65,7 @@ __device__ constexpr bool in_runs(int p) {
 // block has teams). These get less of the products, so that they are early: no part of QKV if the others can take all of it in
 // one round of pairs, else what the others do not take without becoming later; of what is small, O and down, likewise.
 constexpr int HEAD_BLOCKS = ROWS * KV_HEADS;
-constexpr bool SPARED = HEAD_BLOCKS * 8 <= BLOCKS;
+constexpr bool SPARED = ATTENTION_ALONE != 1 && HEAD_BLOCKS * 8 <= BLOCKS;
 __device__ constexpr int tiles_without(int p) {  // of each other block, at most
   const int most = ceil_div(product_tiles(p), BLOCKS), all = ceil_div(product_tiles(p), larger(BLOCKS - HEAD_BLOCKS, 1));
   return p == QKV && PAIRS && all * product_units(p) <= WARPS && all * product_segments(p) <= PARTIALS ? all : most;
@@ -167,7 +167,9 @@ struct WarpShared {
   static constexpr int warp_bytes = pages + 128;
   static constexpr int bytes = warps + WARPS * warp_bytes;
 };
-constexpr int ALONE = TEAMS == 2 && GROUP <= 8 && WarpShared::bytes <= TEAMS * TeamShared::bytes ? ATTENTION_ALONE : 0;
+constexpr int ALONE = ATTENTION_ALONE;
+static_assert(ALONE == 0 || (TEAMS == 2 && GROUP <= 8 && WarpShared::bytes <= TEAMS * TeamShared::bytes),
+              "decode_step.py lets single warps attend where they have no room for it");
 
 // Byte offsets. With OVERLAY the values lie over x, and are fetched only when the product before is done.
 struct Shared {
