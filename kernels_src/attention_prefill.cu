@@ -191,16 +191,18 @@ __device__ __forceinline__ void add_chunk(float (&total)[D / 8][4], const u32 (&
 }
 
 // Which sequence and which of its query tiles a slot of a packed batch stands for: sequence i owns the slots from
-// cu[i] / Rows + i up to the next one's, never fewer than it has tiles. tile < 0 or past its end: nothing to do.
+// cu[i] / Rows + i up to the next one's, never fewer than it has tiles. tile < 0 or past its end: nothing to do. Entries are
+// clamped to the q_tokens rows that there are, like the lengths: otherwise the slots would be those of rows past the array.
 template <int Rows>
-__device__ __forceinline__ void find_tile(const int *cu, int batch, int slot, int &sequence, int &tile) {
+__device__ __forceinline__ void find_tile(const int *cu, int q_tokens, int batch, int slot, int &sequence, int &tile) {
+  auto start = [&](int i) { return min(max(cu[i], 0), q_tokens) / Rows + i; };
   int low = 0, high = batch;  // the largest i with start(i) <= slot
   while (high - low > 1) {
     const int mid = (low + high) >> 1;
-    (cu[mid] / Rows + mid <= slot ? low : high) = mid;
+    (start(mid) <= slot ? low : high) = mid;
   }
   sequence = low;
-  tile = cu[low + 1] / Rows + low - slot;  // the last tile of a sequence first
+  tile = start(low + 1) - 1 - slot;  // the last tile of a sequence first
 }
 
 template <class T, int D, bool Paged, int Warps, int Stages, int Chunk>
@@ -233,7 +235,7 @@ __global__ void __launch_bounds__(Warps * 32, Warps == 4 && Stages == 2 ? (D <= 
   const u32 pair = first + rest % width / group;
   const int kv_head = pair % kv_heads, query_head = kv_head * group + rest % width % group;
   int b = pair / kv_heads, tile = (int)count - 1 - (int)(rest / width);
-  if (cu_q != nullptr) find_tile<Rows>(cu_q, batch, rest / width, b, tile);
+  if (cu_q != nullptr) find_tile<Rows>(cu_q, q_tokens, batch, rest / width, b, tile);
   // Lengths are clamped to the arrays: a wrong cu_seqlens or seq_lens on the device must not reach other memory.
   const int q_begin = cu_q != nullptr ? min(max(cu_q[b], 0), q_tokens) : 0;
   const int n = (cu_q != nullptr ? min(cu_q[b + 1], q_tokens) : q_tokens) - q_begin;

@@ -207,6 +207,34 @@ def test_packed_leaves_rows_past_the_end_alone(backend: Any, rng: np.random.Gene
     assert_close("attention", got[:30], reference(*wide(q, k, v), cu_seqlens_q=starts([10, 20]))[:30])
 
 
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "cu"),
+    [(4, [0, 64]), (4, [0, 2**31 - 1]), (100, [0, 130]), (100, [0, 230]), (100, [0, 50, 300, 2**31 - 1])],
+    ids=str,
+)
+def test_sequences_end_with_the_array(
+    backend: Any, rng: np.random.Generator, rows: int, cu: list[int], paged: bool
+) -> None:
+    """Entries of cu_seqlens_q past the array are those of its end: every row is written."""
+    lengths = [rows + 20] * (len(cu) - 1)
+    cache = random_pages(rng, lengths, 1, 64, 16, np.float16)
+    q = normal(rng, (rows, 2, 64), np.float16)
+    if paged:
+        arrays, index = (q, cache.k_cache, cache.v_cache), {"block_tables": cache.tables, "seq_lens": cache.seq_lens}
+    else:
+        arrays, index = (q, q[:, :1], q[:, 1:]), {}
+    out = backend.put(np.full_like(q, np.nan))
+    attention_prefill(
+        *map(backend.put, arrays),
+        cu_seqlens_q=backend.put(np.array(cu, np.int32)),
+        **{name: backend.put(a) for name, a in index.items()},
+        out=out,
+    )
+    inside = np.minimum(cu, rows).astype(np.int32)
+    assert_close("attention", backend.get(out), reference(*wide(*arrays), cu_seqlens_q=inside, **index))
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256])
 def test_paged(backend: Any, rng: np.random.Generator, block_size: int, dtype: Any) -> None:

@@ -460,7 +460,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "if (row <= valid)\n      store",
     ),
     Mutant("attention_prefill.cu", "statistics of a chunk kept", "      chunk.reset();\n      if", "      if"),
-    Mutant("attention_prefill.cu", "search for the sequence one off", "+ mid <= slot", "+ mid < slot"),
+    Mutant("attention_prefill.cu", "search for the sequence one off", "start(mid) <= slot", "start(mid) < slot"),
     Mutant("attention_prefill.cu", "both rows of a lane share one maximum", "mc[e >> 1]);", "mc[0]);"),
     Mutant("attention_decode.cu", "key past the sequence", "2 * t + (e & 1) < u.end ?", "2 * t + (e & 1) <= u.end ?"),
     Mutant(
