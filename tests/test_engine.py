@@ -578,10 +578,31 @@ def test_closed(model, tokenizer):
         llm.generate("a")
 
 
+def test_open_streams_end_with_an_error_at_close(model, tokenizer):
+    llm = LLM(model, tokenizer=tokenizer, num_blocks=8, max_num_seqs=2)
+    streams = [llm.stream("The whale", GREEDY) for _ in range(3)]  # the last one waits
+    done = llm.stream("a", SamplingParams(max_tokens=0))
+    next(streams[0])
+    engine, cache = llm.engine, weakref.ref(llm.engine.cache)
+    llm.close()
+    llm.close()
+    assert cache() is None
+    for stream in streams:
+        with pytest.raises(RuntimeError, match="this LLM is closed"):
+            list(stream)
+        assert stream.result.finish_reason == "abort"
+        assert list(stream) == []
+    assert len(streams[0].result.token_ids) >= 1
+    assert list(done) == []
+    for act in (engine.step, lambda: engine.add([])):
+        with pytest.raises(RuntimeError, match="this LLM is closed"):
+            act()
+
+
 def test_a_forked_process_is_told_to_spawn(model):
     gpu = SimpleNamespace(device=SimpleNamespace(kind="cuda"), new_cache=lambda blocks, size: None)
     engine = Engine(gpu, num_blocks=4, block_size=16, max_num_seqs=1, max_batched_tokens=16)
-    engine.check_process()
+    engine.check_usable()
     engine._process -= 1
     for use in (engine.step, lambda: engine.add([])):
         with pytest.raises(RuntimeError, match="spawn"):

@@ -141,6 +141,7 @@ class Engine:
         self._steps = 0
         self._next_number = 0
         self._process = os.getpid()
+        self._closed = False
         self._step_lock = threading.Lock()
         self._dropped_meanwhile: list[Sequence] = []
 
@@ -168,7 +169,7 @@ class Engine:
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         """Queue requests."""
-        self.check_process()
+        self.check_usable()
         for sequence in sequences:
             self.scheduler.add(sequence)
 
@@ -188,7 +189,7 @@ class Engine:
         included) leaves the engine usable: no block is lost, and the requests that are not dropped by their owner are
         computed again from the same point.
         """
-        self.check_process()
+        self.check_usable()
         if self._step_lock.locked():
             raise RuntimeError("the engine is in the middle of a step; use one LLM from one thread at a time")
         try:
@@ -261,9 +262,13 @@ class Engine:
             self.loop.wait()
 
     def close(self) -> None:
-        """Wait until nothing runs on the GPU any more; called before the memory is given up."""
+        """Wait until nothing runs on the GPU any more, and let go of cache and model; there is no step after that."""
+        self._closed = True
         if self.loop is not None:
             self.loop.wait()
+        self.loop = None
+        for name in ("cache", "model", "_runner"):  # an open stream still has the engine
+            self.__dict__.pop(name, None)
 
     def drop(self, sequences: Iterable[Sequence]) -> None:
         """Forget requests and free their blocks at once; finished ones are left alone."""
@@ -282,8 +287,10 @@ class Engine:
         for sequence in doomed:
             sequence.finish("abort")
 
-    def check_process(self) -> None:
-        """Raise RuntimeError in a process forked from the one that owns the GPU."""
+    def check_usable(self) -> None:
+        """Raise RuntimeError when closed, or in a process forked from the one that owns the GPU."""
+        if self._closed:
+            raise RuntimeError("this LLM is closed: its requests cannot go on")
         if self.model.device.kind == "cuda" and os.getpid() != self._process:
             raise RuntimeError(
                 "this LLM was made in another process: a GPU cannot be used across fork; start workers with "
