@@ -384,6 +384,7 @@ def test_score_of_the_greedy_continuation(cli):
         (b'{"prompt": 1, "completion": "b"}', "line 1: prompt and completions must be texts or lists of token ids"),
         (b'{"prompt": "a", "completions": "b"}', "line 1: prompt and completions must be texts"),
         (b'["a", "b"]', "line 1 must hold"),
+        (b'\n{"prompt": "a", "completion": "b", "temperature": 2}', 'line 2 holds the unknown key "temperature"'),
         (b"\xff\xfe", "standard input is not UTF-8 text"),
     ],
 )
@@ -396,11 +397,17 @@ def test_score_refuses_bad_lines_before_it_loads(cli, stdin, message):
 
 def test_score_counts_prompts_through_all_of_the_input(cli, monkeypatch):
     monkeypatch.setattr("cukern.cli.score._LINES", 2)
-    lines = [{"prompt": [1], "completion": [2]}] * 3 + [{"prompt": [1], "completions": [[3], [10**6]]}]
-    code, out, err = cli(*SCORE, stdin="\n".join(json.dumps(line) for line in lines).encode())
-    assert code == 1
-    assert "error: completions[3][1] has token id 1000000, outside the vocabulary" in err
-    assert [json.loads(line)["prompt_index"] for line in out.splitlines()] == [0, 1]
+    good = [{"prompt": [1], "completion": [2]}] * 3
+    for bad, message in (
+        ({"prompt": [1], "completions": [[3], [10**6]]}, "completions[3][1] has token id 1000000, outside the vocab"),
+        ({"prompt": "a\ud800", "completion": [2]}, "prompts[3] holds a lone surrogate ('\\ud800' at character 1)"),
+        ({"prompt": [1.5], "completion": [2]}, "prompts[3] must hold integer token ids, got 1.5"),
+    ):
+        lines = "\n\n".join(json.dumps(line) for line in [*good, bad])
+        code, out, err = cli(*SCORE, stdin=lines.encode())
+        assert_one_line(err.split("\n", 1)[1], code, 1)
+        assert f"error: standard input, line 7: {message}" in err
+        assert [json.loads(line)["prompt_index"] for line in out.splitlines()] == [0, 1]
 
 
 # -- demo ----------------------------------------------------------------------------------------------------------

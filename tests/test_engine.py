@@ -299,6 +299,7 @@ def test_max_tokens(make):
         ([None], TypeError, r"prompts\[0\] must be a text or token ids"),
         ([[1] * 2048], ValueError, "2048 tokens; that alone exceeds max_model_len 1024"),
         ("a\ud800", ValueError, "lone surrogate"),
+        (["a", "a\ud800"], ValueError, r"prompts\[1\] holds a lone surrogate"),
     ],
 )
 def test_bad_prompts_are_refused_before_any_work(llm, monkeypatch, prompts, error, message):

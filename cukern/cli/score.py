@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,20 +54,20 @@ def score(
     if not 0 < temperature < float("inf"):
         raise typer.BadParameter(f"--temperature must be positive and finite, got {temperature}")
     if prompt is not None:
-        pairs: list[tuple[Any, list[Any]]] = [(prompt, list(completions or ()))]
+        inputs: list[tuple[str, Any, list[Any]]] = [("", prompt, list(completions or ()))]
     else:
-        pairs = list(_read_lines(file))
-    text = any(isinstance(given, str) for prompt, entry in pairs for given in (prompt, *entry))
+        inputs = list(_read_lines(file))
+    text = any(isinstance(given, str) for _, prompt, entry in inputs for given in (prompt, *entry))
     llm = _load(model, text=text, device=device, dtype=dtype, max_model_len=max_model_len)
     typer.echo(f"cukern score: {_where(llm, asked=device is not None)}", err=True)
     ascii_only = (sys.stdout.encoding or "").lower().replace("-", "") != "utf8"
-    for start in range(0, len(pairs), _LINES):
-        some = pairs[start : start + _LINES]
-        given = [c for _, entry in some for c in entry]
+    for start in range(0, len(inputs), _LINES):
+        places, prompts, entries = zip(*inputs[start : start + _LINES])
+        given = [c for entry in entries for c in entry]
         try:
-            scores = llm.score([p for p, _ in some], [entry for _, entry in some], temperature=temperature)
+            scores = llm.score(prompts, entries, temperature=temperature)
         except (TypeError, ValueError) as error:
-            raise ValueError(_counted_from(start, str(error))) from error
+            raise ValueError(_placed(places, start, str(error))) from error
         for completion, found in zip(given, scores):
             line = {
                 "prompt_index": start + found.prompt_index,
@@ -80,13 +80,17 @@ def score(
             typer.echo(json.dumps(_json_numbers(line), ensure_ascii=ascii_only))
 
 
-def _counted_from(start: int, message: str) -> str:
-    """A message about some of the prompts, with their numbers among all of them: the `prompt_index` of the output."""
-    return re.sub(r"\b(prompts|completions)\[(\d+)\]", lambda m: f"{m[1]}[{start + int(m[2])}]", message)
+def _placed(places: Sequence[str], start: int, message: str) -> str:
+    """A message about one of some prompts: where it was read, and its number among all, the output's `prompt_index`."""
+    indexed = r"\b(prompts|completions)\[(\d+)\]"
+    first = re.search(indexed, message)
+    place = places[int(first[2])] if first else ""
+    message = re.sub(indexed, lambda m: f"{m[1]}[{start + int(m[2])}]", message)
+    return f"{place}: {message}" if place else message
 
 
-def _read_lines(file: Path | None) -> Iterator[tuple[Any, list[Any]]]:
-    """Prompts and their completions from JSON lines."""
+def _read_lines(file: Path | None) -> Iterator[tuple[str, Any, list[Any]]]:
+    """From JSON lines: where one stands, its prompt and its completions."""
     if file is None and sys.stdin.isatty():
         raise typer.BadParameter("give a prompt and completions, --file, or JSON lines on standard input")
     where, data = (str(file), file.read_bytes()) if file is not None else ("standard input", sys.stdin.buffer.read())
@@ -97,14 +101,21 @@ def _read_lines(file: Path | None) -> Iterator[tuple[Any, list[Any]]]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
+        place = f"{where}, line {number}"
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where}, line {number} is not JSON: {error}") from None
+            raise ValueError(f"{place} is not JSON: {error}") from None
         keys = set(value) if isinstance(value, dict) else set()
         if not (keys >= {"prompt"} and len(keys & {"completion", "completions"}) == 1):
-            raise ValueError(f'{where}, line {number} must hold "prompt" and "completion" or "completions"')
+            raise ValueError(f'{place} must hold "prompt" and "completion" or "completions"')
+        unknown = sorted(keys - {"prompt", "completion", "completions"})
+        if unknown:  # an option there would seem to count
+            raise ValueError(
+                f'{place} holds the unknown key {json.dumps(unknown[0])}; there are "prompt" and "completion" or '
+                '"completions", and options of the command for all lines'
+            )
         entry = [value["completion"]] if "completion" in keys else value["completions"]
         if not isinstance(entry, list) or not all(isinstance(c, (str, list)) for c in [value["prompt"], *entry]):
-            raise ValueError(f"{where}, line {number}: prompt and completions must be texts or lists of token ids")
-        yield value["prompt"], entry
+            raise ValueError(f"{place}: prompt and completions must be texts or lists of token ids")
+        yield place, value["prompt"], entry

@@ -384,7 +384,7 @@ class LLM:
         """Token ids of a text (``special``: with what the tokenizer puts around it), or the ids given."""
         if isinstance(tokens, str):
             what = f"a text {'prompt' if special else 'completion'}"
-            ids = self._need_tokenizer(what).encode(tokens, add_special_tokens=special)
+            ids = self._need_tokenizer(what).encode(tokens, add_special_tokens=special, name=name)
         else:
             ids = _token_ids(tokens, name)
         if not ids:

@@ -88,7 +88,7 @@ class Tokenizer:
         eos = eos.get("content") if isinstance(eos, dict) else eos
         return self.token_id(eos) if isinstance(eos, str) else None
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, name: str = "text") -> list[int]:
         """Token ids of a text. Special tokens written in the text ("<|im_end|>") become those tokens.
 
         Parameters
@@ -96,6 +96,8 @@ class Tokenizer:
         text : str
         add_special_tokens : bool
             Let the tokenizer add what it puts around a text (Qwen's adds nothing).
+        name : str
+            What messages call the text.
 
         Raises
         ------
@@ -106,7 +108,7 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"text holds a lone surrogate ({text[error.start]!r} at character {error.start}), which is not valid"
+                f"{name} holds a lone surrogate ({text[error.start]!r} at character {error.start}), which is not valid"
             ) from None
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
