@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import shutil
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -233,6 +234,13 @@ def test_checkpoint_defaults_apply():
         assert llm.defaults.eos_token_ids == (5, 6)
         (completion,) = llm.generate([1, 2, 3], short())
         assert completion.seed is not None  # it sampled
+
+
+def test_a_checkpoint_that_ends_with_no_token_is_refused(tmp_path):
+    shutil.copytree(demo_checkpoint(), tmp_path / "demo")
+    (tmp_path / "demo" / "generation_config.json").write_text('{"eos_token_id": 1000000000}')
+    with pytest.raises(ValueError, match=r"demo/generation_config\.json: eos_token_id has 1000000000, outside the"):
+        LLM(tmp_path / "demo", device="cpu", num_blocks=8)
 
 
 # -- endings -------------------------------------------------------------------------------------------------------

@@ -127,10 +127,21 @@ def test_eos_falls_back_to_the_model_configuration():
     assert GenerationDefaults.from_config({}).eos_token_ids == ()
 
 
-@pytest.mark.parametrize("bad", [{"eos_token_id": "x"}, {"eos_token_id": [-1]}, {"top_p": 2}, {"temperature": "warm"}])
-def test_bad_generation_config_names_the_file(bad):
-    with pytest.raises(ValueError, match=r"folder/generation_config\.json"):
-        GenerationDefaults.from_config(bad, source="folder/generation_config.json")
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"eos_token_id": "x"}, "eos_token_id must be a token id or a list of them, got 'x'"),
+        ({"eos_token_id": [-1]}, r"eos_token_id must be a token id or a list of them, got \[-1\]"),
+        ({"eos_token_id": 1.5}, "eos_token_id must be a token id or a list of them, got 1.5"),
+        ({"eos_token_id": {"7": 1}}, "eos_token_id must be a token id or a list of them, got {'7': 1}"),
+        ({"eos_token_id": [5, 10**9]}, "eos_token_id has 1000000000, outside the vocabulary of 100 tokens"),
+        ({"top_p": 2}, "top_p must be in"),
+        ({"temperature": "warm"}, "temperature must be a number"),
+    ],
+)
+def test_bad_generation_config_names_the_file(bad, message):
+    with pytest.raises(ValueError, match=rf"folder/generation_config\.json: {message}"):
+        GenerationDefaults.from_config(bad, source="folder/generation_config.json", vocab_size=100)
 
 
 def test_max_tokens_none_fills_the_context():

@@ -129,9 +129,12 @@ class LLM:
     def _read_defaults(self, folder: Path | None) -> GenerationDefaults:
         path = None if folder is None else folder / "generation_config.json"
         generation = {} if path is None else read_json(path)
-        eos = self.model.config.eos_token_id
+        config = self.model.config
         return GenerationDefaults.from_config(
-            generation, eos_fallback=eos or None, source=str(path or "generation_config.json")
+            generation,
+            eos_fallback=config.eos_token_id or None,
+            source=str(path or "generation_config.json"),
+            vocab_size=config.vocab_size,
         )
 
     @staticmethod

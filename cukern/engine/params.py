@@ -227,7 +227,12 @@ class GenerationDefaults:
 
     @classmethod
     def from_config(
-        cls, generation: Mapping[str, Any], *, eos_fallback: Any = None, source: str = "generation_config.json"
+        cls,
+        generation: Mapping[str, Any],
+        *,
+        eos_fallback: Any = None,
+        source: str = "generation_config.json",
+        vocab_size: int | None = None,
     ) -> GenerationDefaults:
         """Read the fields of a parsed generation_config.json.
 
@@ -239,17 +244,25 @@ class GenerationDefaults:
             ``eos_token_id`` of config.json, used where the generation configuration has none.
         source : str
             Name of the file, for messages.
+        vocab_size : int, optional
+            End-of-sequence tokens in the file are checked against it.
 
         Raises
         ------
         ValueError
             A value in the file is out of range.
         """
-        eos = generation.get("eos_token_id")
-        eos = eos_fallback if eos is None else eos
-        ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+        stated = generation.get("eos_token_id")
+        eos = eos_fallback if stated is None else stated
+        ids = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
             raise ValueError(f"{source}: eos_token_id must be a token id or a list of them, got {eos!r}")
+        outside = [i for i in ids if vocab_size is not None and i >= vocab_size]
+        if outside and stated is not None:
+            raise ValueError(
+                f"{source}: eos_token_id has {outside[0]}, outside the vocabulary of {vocab_size} tokens; correct the "
+                "file, or delete the key to use that of config.json"
+            )
         values: dict[str, Any] = {name: generation.get(name) for name in ("temperature", "top_k", "top_p", "min_p")}
         repetition: Any = generation.get("repetition_penalty")
         try:
