@@ -147,6 +147,10 @@ def test_bad_input(backend, rng):
             ops.advance(tokens, changed, block_size, logprobs=values)
 
     refused(ValueError, "block_size must be one of", block_size=8)
+    refused(TypeError, "sampled must be an array, got None", None)
+    refused(TypeError, "token_ids must be an array, got None", token_ids=None)
+    with pytest.raises(TypeError, match="advance: state must be a StepState, got NoneType"):
+        ops.advance(tokens, None, BLOCK)
     refused(TypeError, "sampled has dtype int64", backend.put(np.zeros(5, np.int64)))
     refused(ValueError, "sampled has shape", backend.put(np.zeros(4, np.int32)))
     refused(ValueError, "sampled has shape", backend.put(np.zeros((5, 0), np.uint64)))

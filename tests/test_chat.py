@@ -62,6 +62,8 @@ def test_template_refuses_by_raise_exception():
         ("{% if %}", "chat template line 1"),
         ("{{ messages[0].content.nothing.here }}", "nothing"),
         ("{{ 1 + messages[0].content }}", "TypeError"),
+        ("{{ 'a'.index('b') }}", "chat template failed: ValueError: substring not found"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "chat template failed: RecursionError"),
         ("{{ messages.append(1) }}", "safe|unsafe|not"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
     ],
@@ -99,6 +101,12 @@ def test_where_the_template_comes_from(tmp_path):
     assert ChatTemplate.from_folder(tmp_path, named).render(USER) == "named"
     (tmp_path / "chat_template.jinja").write_text("file {{ eos_token }}")
     assert ChatTemplate.from_folder(tmp_path, config).render(USER) == "file <e>"
+
+
+def test_a_template_file_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "chat_template.jinja").write_bytes(b"ab\xff")
+    with pytest.raises(ValueError, match=r"chat_template\.jinja is not UTF-8 text \(invalid start byte at byte 2\)"):
+        ChatTemplate.from_folder(tmp_path, {})
 
 
 def test_checkpoint_without_a_template(tmp_path):

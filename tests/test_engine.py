@@ -373,6 +373,24 @@ def test_sizes_must_be_positive_integers(model, name, value):
         LLM(model, **{name: value})
 
 
+@pytest.mark.parametrize(
+    ("option", "error", "message"),
+    [
+        ({"cuda_graphs": "no"}, TypeError, "LLM: cuda_graphs must be True or False, got 'no'"),
+        ({"tokenizer": 3}, TypeError, "LLM: tokenizer must be a folder or a Tokenizer, got int"),
+        (
+            {"num_blocks": 10**12},
+            MemoryError,
+            "num_blocks 1000000000000: the KV cache would need .* GB, more than cpu has",
+        ),
+        ({"num_blocks": 2**70}, MemoryError, f"num_blocks {2**70}: the KV cache would need"),
+    ],
+)
+def test_other_options_are_refused_by_name(model, option, error, message):
+    with pytest.raises(error, match=message):
+        LLM(model, **option)
+
+
 def plan(model, **options) -> tuple[int, int]:
     defaults = {"block_size": 16, "max_num_seqs": 4, "max_batched_tokens": 64, "max_model_len": None}
     return plan_memory(model, **{**defaults, "num_blocks": None, "kv_memory": None, **options})

@@ -90,6 +90,11 @@ class ChatTemplate:
         folder : path
         tokenizer_config : mapping
             The parsed tokenizer_config.json.
+
+        Raises
+        ------
+        ValueError
+            What the files hold is no text.
         """
         special = {}
         for name, value in tokenizer_config.items():
@@ -98,7 +103,10 @@ class ChatTemplate:
                 special[name] = text
         path = Path(folder) / "chat_template.jinja"
         if path.exists():
-            return cls(path.read_text(encoding="utf-8"), special, str(path))
+            try:
+                return cls(path.read_text(encoding="utf-8"), special, str(path))
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
         where = str(Path(folder) / "tokenizer_config.json")
         source = tokenizer_config.get("chat_template")
         if isinstance(source, list):  # several named templates
@@ -158,7 +166,7 @@ class ChatTemplate:
             raise ValueError(f"{self.where}: chat template line {error.lineno}: {error.message}") from None
         except jinja2.TemplateError as error:
             raise ValueError(f"{self.where}: chat template: {error}") from None
-        except (TypeError, AttributeError, KeyError, IndexError, ArithmeticError) as error:
+        except (TypeError, ValueError, AttributeError, KeyError, IndexError, ArithmeticError, RecursionError) as error:
             raise ValueError(f"{self.where}: chat template failed: {type(error).__name__}: {error}") from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -67,6 +68,8 @@ class LLM:
     ------
     ValueError, TypeError, FileNotFoundError
         The checkpoint or an option is not usable; the message says which and why.
+    MemoryError
+        Weights or KV pool do not fit.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class LLM:
         tokenizer: str | Path | Tokenizer | None = None,
     ) -> None:
         from cukern.models import Qwen3, resolve_checkpoint
+        from cukern.ops._arrays import check_flag
 
         for name, value in (
             ("max_num_seqs", max_num_seqs),
@@ -95,6 +99,9 @@ class LLM:
         for name, size in (("max_model_len", max_model_len), ("num_blocks", num_blocks), ("kv_memory", kv_memory)):
             if size is not None:
                 _check_positive(name, size)
+        check_flag("LLM", "cuda_graphs", cuda_graphs)
+        if tokenizer is not None and not isinstance(tokenizer, (str, os.PathLike, Tokenizer)):
+            raise TypeError(f"LLM: tokenizer must be a folder or a Tokenizer, got {type(tokenizer).__name__}")
         if isinstance(path, Qwen3):
             if dtype != "auto" or device is not None:
                 raise ValueError("LLM: dtype and device belong to the model that was passed; leave them out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,13 @@ class PagedKVCache:
     num_layers : int, optional
         Layers that are stored; the model's by default.
 
+    Raises
+    ------
+    ValueError
+        A number of blocks or a block size that cannot be.
+    MemoryError
+        The arrays do not fit; the message says how much they need.
+
     Notes
     -----
     GPU memory is left uninitialised. On the host the pool starts as NaN, so that a read of a slot that nobody
@@ -55,9 +63,16 @@ class PagedKVCache:
         layers = config.num_hidden_layers if num_layers is None else num_layers
         shape = (layers, num_blocks, config.num_key_value_heads, block_size, config.head_dim)
         self.num_blocks, self.block_size = num_blocks, block_size
-        with device.context():
-            self.k = device.xp.empty(shape, dtype)
-            self.v = device.xp.empty(shape, dtype)
+        try:
+            with device.context():
+                self.k = device.xp.empty(shape, dtype)
+                self.v = device.xp.empty(shape, dtype)
+        except (MemoryError, OverflowError, ValueError):  # the last two: beyond what a shape can hold
+            size = 2 * math.prod(shape) * np.dtype(dtype).itemsize
+            raise MemoryError(
+                f"num_blocks {num_blocks}: the KV cache would need {size / 1e9:,.1f} GB, more than {device} has; "
+                "lower num_blocks or kv_memory"
+            ) from None
         if device.kind != "cuda":
             self.k.fill(float("nan"))
             self.v.fill(float("nan"))

@@ -38,6 +38,7 @@ _FIELDS: dict[str, tuple[np.dtype, str]] = {
     "history_counts": (_INT32, "BC"),
     "history_lengths": (_INT32, "B"),
 }
+_OPTIONAL = {f.name for f in dataclasses.fields(StepState) if f.default is None}
 _GROUPS = (("top_value_ring", "top_id_ring"), ("history_tokens", "history_counts", "history_lengths"))
 
 
@@ -72,8 +73,10 @@ def advance(
     Raises
     ------
     TypeError, ValueError
-        A wrong dtype or shape, a part of a history, or values without a ring.
+        A missing array, a wrong dtype or shape, a part of a history, or values without a ring.
     """
+    if not isinstance(state, StepState):
+        raise TypeError(f"{_NAME}: state must be a StepState, got {type(state).__name__}")
     given = {f.name: getattr(state, f.name) for f in dataclasses.fields(StepState)}
     place, arrays = place_arrays(
         _NAME, sampled=sampled, logprobs=logprobs, top_values=top and top[0], top_ids=top and top[1], **given
@@ -135,7 +138,7 @@ def _check(state: StepState, sampled: Array, logprobs: Array, top_values: Array,
     sizes: dict[str, int] = {}
     for name, (dtype, letters) in _FIELDS.items():
         array = getattr(state, name)
-        if array is None:
+        if array is None and name in _OPTIONAL:
             continue
         check_shape(_NAME, name, array, [None] * len(letters))
         for letter, size in zip(letters, array.shape):
@@ -148,7 +151,7 @@ def _check(state: StepState, sampled: Array, logprobs: Array, top_values: Array,
     if sizes["R"] == 0:
         raise ValueError(f"{_NAME}: token_ring has no rows")
     rows = (sizes["B"],)
-    if sampled.ndim == 2 and sampled.shape[1] > 0:
+    if sampled is not None and sampled.ndim == 2 and sampled.shape[1] > 0:
         check_out(_NAME, sampled, (*rows, int(sampled.shape[1])), _UINT64, name="sampled")
     else:
         check_out(_NAME, sampled, rows, _INT32, name="sampled")
