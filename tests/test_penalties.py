@@ -96,6 +96,7 @@ def test_no_rows(backend):
         ({"biases": np.zeros((2, 3), np.float32)}, ValueError, "bias_tokens is missing"),
         ({"repetition": 0.0}, ValueError, "repetition must be positive, got 0"),
         ({"repetition": np.array([1.0, -1.0])}, ValueError, "repetition must be positive, got -1"),
+        ({"presence": "x"}, TypeError, r"presence must be a number or an array \[2\], got str"),
         ({"presence": np.zeros(3)}, ValueError, "presence has shape"),
         ({**HISTORY, "tokens": np.zeros((2, 3), np.int64)}, TypeError, "tokens has dtype int64"),
         ({**HISTORY, "counts": np.zeros((2, 4), np.int32)}, ValueError, "counts has shape"),

@@ -134,7 +134,7 @@ def generate(
             top_logprobs=top_logprobs,
         )
     except (ValueError, TypeError) as error:
-        raise typer.BadParameter(str(error).removeprefix("SamplingParams: ")) from None
+        raise _bad_option(error) from None
     if (logprobs or top_logprobs) and not as_json:
         name = "--logprobs" if logprobs else "--top-logprobs"
         raise typer.BadParameter(f"{name} needs --json, which prints them")
@@ -162,6 +162,11 @@ def generate(
         typer.echo(json.dumps(_json_numbers(_as_dict(completion, text, llm, seconds)), ensure_ascii=ascii_only))
     elif not stream:
         typer.echo(completion.text)
+
+
+def _bad_option(error: Exception) -> typer.BadParameter:
+    """What SamplingParams says about a value, as of an option: none of them can be None."""
+    return typer.BadParameter(str(error).removeprefix("SamplingParams: ").replace(", or None for as many as fit", ""))
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -257,7 +262,7 @@ def _json_numbers(value: Any) -> Any:
 def demo(
     tokens: Annotated[int, typer.Option("--tokens", "-n", help="Tokens to generate.", min=1, max=1024)] = 48,
     prompt: Annotated[str, typer.Option(help="The prompt.")] = DEMO_PROMPT,
-    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.", min=0.0)] = 0.0,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.", show_default=False)] = None,
     emulate: Annotated[bool, typer.Option("--emulate", help="Run the CUDA kernels on the CPU (slow).")] = False,
     check: Annotated[
@@ -278,7 +283,7 @@ def demo(
     try:
         sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=tokens, ignore_eos=True)
     except (ValueError, TypeError) as error:
-        raise typer.BadParameter(str(error).removeprefix("SamplingParams: ")) from None
+        raise _bad_option(error) from None
     llm = _load("demo", device="emulated" if emulate else device, dtype=dtype, max_num_seqs=1)
     if check and llm.model.device.kind == "cpu":  # it would be compared with itself
         raise ValueError(

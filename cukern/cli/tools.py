@@ -48,6 +48,8 @@ def info(
 
 
 def _rows(state: Info) -> list[tuple[str, str]]:
+    from cukern.jit import arch as architectures
+
     none = "not found"
     rows = [("cukern", state.cukern)]
     for i, gpu in enumerate(state.gpus):
@@ -57,7 +59,9 @@ def _rows(state: Info) -> list[tuple[str, str]]:
         )
     if not state.gpus:
         rows.append(("GPU", none))
-    compiles = f"{state.architectures[0]} to {state.architectures[-1]}" if state.architectures else none
+    oldest = 10 * architectures.MINIMUM[0] + architectures.MINIMUM[1]  # that cukern's kernels run on
+    targets = [name for name in state.architectures if architectures.Target(name).number >= oldest]
+    compiles = f"{targets[0]} to {targets[-1]}" if targets else none
     build = re.search(r"V[\d.]+\d", state.nvrtc_build)
     nvrtc = f"{state.nvrtc} ({build[0]})" if build else state.nvrtc
     headers = f"{state.headers_version} in {state.headers}" if state.headers else none
@@ -109,12 +113,14 @@ def compile_(
     from cukern.jit import toolchain
 
     major, minor = architectures.MINIMUM
-    targets = arch or sorted({gpu.arch for gpu in jit.info().gpus}) or list(jit.ARCHITECTURES)
-    for name in arch or ():
+    targets = sorted({gpu.arch for gpu in jit.info().gpus}) or list(jit.ARCHITECTURES)
+    if arch:
+        known_here, oldest = toolchain.supported_architectures(), 10 * major + minor
         try:
-            architectures.parse(name, toolchain.supported_architectures(), minimum=10 * major + minor)
+            asked = [architectures.parse(name, known_here, minimum=oldest).name for name in arch]
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
+        targets = list(dict.fromkeys(asked))
     specs = jit.variants()
     known = {spec.file for spec in specs}
     wanted = {f if f.endswith(".cu") else f"{f}.cu" for f in files or known}
@@ -123,7 +129,7 @@ def compile_(
         raise typer.BadParameter(f"no kernel file {unknown[0]!r}; there are {', '.join(sorted(known))}")
     cache = _cache()
     for name in targets:
-        cache.check_writable(architectures.parse(name).name)
+        cache.check_writable(name)
     started = time.perf_counter()
 
     def show(built: Built, done: int, total: int) -> None:

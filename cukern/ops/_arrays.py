@@ -47,6 +47,8 @@ FLOAT32 = np.dtype(np.float32)
 CTYPES = {FLOAT16: "half", BFLOAT16: "bf16", FLOAT32: "float"}
 """NumPy dtype -> the name of the type in kernels_src/common/types.cuh."""
 
+_ARRAY = "a CuPy or NumPy array (or offer __cuda_array_interface__ or DLPack)"
+
 Kind = Literal["cuda", "emulated", "reference"]
 
 
@@ -74,8 +76,8 @@ def _emulating() -> bool:
     return emulator.active()
 
 
-def _to_array(function: str, name: str, value: Any) -> tuple[Array, bool]:
-    """The value as an array, and whether it lives on a GPU."""
+def _to_array(function: str, name: str, value: Any, wanted: str = _ARRAY) -> tuple[Array, bool]:
+    """The value as an array, and whether it lives on a GPU; ``wanted`` is what messages say that it must be."""
     if isinstance(value, np.ndarray):
         if isinstance(value, np.ma.MaskedArray):  # no operator looks at a mask
             raise TypeError(f"{function}: {name} is a masked array; pass {name}.filled(...)")
@@ -100,10 +102,7 @@ def _to_array(function: str, name: str, value: Any) -> tuple[Array, bool]:
         raise TypeError(
             f"{function}: {name} ({type(value).__name__}) cannot be taken over as an array: {error}"
         ) from error
-    raise TypeError(
-        f"{function}: {name} must be a CuPy or NumPy array (or offer __cuda_array_interface__ or DLPack), "
-        f"got {type(value).__name__}"
-    )
+    raise TypeError(f"{function}: {name} must be {wanted}, got {type(value).__name__}")
 
 
 def place_arrays(function: str, /, **arrays: Any) -> tuple[Place, list[Array]]:
@@ -257,12 +256,13 @@ def as_rows(array: Array) -> tuple[int, int]:
 
 def broadcast_rows(function: str, name: str, value: Any, rows: int, dtype: np.dtype, place: Place) -> Array:
     """A scalar or an array [rows] of per-row parameters as an array [rows] of ``dtype`` at the place."""
+    wanted = f"a number or an array [{rows}]"
     if value is None:
-        raise TypeError(f"{function}: {name} must be a number or an array [{rows}], got None")
+        raise TypeError(f"{function}: {name} must be {wanted}, got None")
     xp = place.xp
     if isinstance(value, (int, float, np.generic)):
         return xp.full(rows, value, dtype)
-    array, gpu = _to_array(function, name, value)
+    array, gpu = _to_array(function, name, value, wanted)
     if gpu != (place.kind == "cuda"):
         if gpu:
             raise TypeError(f"{function}: {name} lives on the GPU but the other arrays on the CPU")
