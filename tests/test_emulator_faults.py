@@ -601,6 +601,32 @@ def test_deep_recursion() -> None:
 
 
 @pytest.mark.parametrize("check", [False, True])
+def test_a_frame_larger_than_the_stack(check: bool) -> None:
+    source = text("volatile int a[102400]; a[threadIdx.x] = n; x[0] = a[n];")
+    expect(E.StackOverflow, source, (f32(), 0), block=1, check=check)
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_a_frame_does_not_step_over_the_guard_page(check: bool) -> None:
+    """Thread 0 waits with values of its own in the stack that lies below the one of thread 1, or the other way."""
+    before = """
+        __device__ __noinline__ float reach(int n) {
+          volatile int a[61250];
+          for (int i = 0; i < 10; ++i) a[i] = n;
+          return a[n & 7];
+        }"""
+    body = """
+        volatile int mine[10000];
+        for (int i = 0; i < 10000; ++i) mine[i] = 7;
+        __syncthreads();
+        if (threadIdx.x == n) x[0] = reach(5);
+        __syncthreads();
+        for (int i = 0; i < 10000; ++i) if (mine[i] != 7) x[1] = mine[i];"""
+    for caller in (0, 1):
+        expect(E.StackOverflow, text(body, before=before), (f32(), caller), block=2, check=check)
+
+
+@pytest.mark.parametrize("check", [False, True])
 def test_division_by_zero(check: bool) -> None:
     expect(E.ArithmeticFault, text("x[threadIdx.x] = 5 / n; // fault"), (f32(), 0), check=check)
 

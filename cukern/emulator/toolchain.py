@@ -25,7 +25,7 @@ INCLUDE = HERE / "include"
 RUNTIME = HERE / "runtime"
 FOLDER = "emulator"  # of the kernel cache, which counts, bounds and clears it (jit/cache.py)
 # part of every cache key; raise it when options or file formats change meaning
-SCHEMA = "2"
+SCHEMA = "3"
 
 _BASE = (
     "-std=c++17",
@@ -256,6 +256,8 @@ def build_kernel(text: str, *, check: bool, debug: bool) -> Path:
             # a type aligned to 32 bytes may lie in a NumPy array aligned to 16: no instruction that minds
             options.append("-mprefer-vector-width=128")
             options += ["-mmove-max=128", "-mstore-max=128"] if compiler.gcc else []
+            # a frame of more than a page touches each: it cannot step over the guard page into the stack below
+            options.append("-fstack-clash-protection")
         options += ["-O0", "-g", "-DEMU_DEBUG"] if debug else ["-O1" if check else "-O2", "-g1"]
         options.append("-gdwarf-4")  # what symbols.py reads
         if check:

@@ -147,10 +147,13 @@ static void on_signal(int signal, siginfo_t *info, void *context) {
   }
 #if defined(__x86_64__)
   void *pc = (void *)((ucontext_t *)context)->uc_mcontext.gregs[REG_RIP];
+  const char *sp = (const char *)((ucontext_t *)context)->uc_mcontext.gregs[REG_RSP];
 #elif defined(__aarch64__)
   void *pc = (void *)((ucontext_t *)context)->uc_mcontext.pc;
+  const char *sp = (const char *)((ucontext_t *)context)->uc_mcontext.sp;
 #else
   void *pc = nullptr;
+  const char *sp = (const char *)~(uintptr_t)0;
   (void)context;
 #endif
   if (signal == STOP_SIGNAL) {
@@ -169,7 +172,8 @@ static void on_signal(int signal, siginfo_t *info, void *context) {
   pc = (char *)pc + 1;  // positions are looked up one byte before, as for a return address
   if (signal == SIGFPE) fail_at(F_ARITHMETIC, pc, "integer division by zero or overflow");
   const char *a = (char *)info->si_addr;
-  if (w->current && a >= w->current->stack - GUARD_BYTES && a < w->current->stack + 64)
+  // a frame larger than the stack reaches far below the guard page
+  if (w->current && (sp < w->current->stack || (a >= w->current->stack - GUARD_BYTES && a < w->current->stack + 64)))
     fail_at(F_STACK, pc, "an emulated thread overflowed its stack of %zu KiB", STACK_BYTES >> 10);
   char text[160];
   const Range *near = nullptr;
