@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -656,6 +657,16 @@ def test_fault_inside_one_of_our_headers() -> None:
     source = text("x[threadIdx.x] = load_vec<float, 4>(x + n).v[0]; // fault")
     fault = expect(E.OutOfBounds, source, (f32(), 64))
     assert fault.file == "common/types.cuh"
+
+
+def test_fault_of_a_kernel_that_was_removed_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUKERN_CACHE_DIR", str(tmp_path))
+    source = text("x[n] = 1.f; // removed from the cache")
+    launch(source, (f32(), 1))
+    for path in (tmp_path / "emulator").glob("kernel-*.so"):
+        path.unlink()
+    fault = expect(E.OutOfBounds, source, (f32(), 64))
+    assert (fault.file, fault.line, fault.index) == ("", 0, (64,))
 
 
 def test_works_after_a_fault() -> None:

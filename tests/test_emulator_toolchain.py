@@ -200,6 +200,22 @@ def test_cache_folder_that_changes_in_a_process(tmp_path: Path) -> None:
     assert any(name.startswith("kernel-") for name in shared_objects(tmp_path / "other"))
 
 
+def test_relative_cache_folder_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cukern.jit.cache import default_folder
+
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.setenv("CUKERN_CACHE_DIR", f"cache of {tmp_path.name}")
+    monkeypatch.chdir(tmp_path)
+    assert default_folder() == tmp_path / f"cache of {tmp_path.name}"
+    monkeypatch.chdir(elsewhere)
+    assert default_folder() == tmp_path / f"cache of {tmp_path.name}"
+    monkeypatch.setenv("CUKERN_CACHE_DIR", "where nothing is")
+    elsewhere.rmdir()
+    with pytest.raises(ValueError, match=r"CUKERN_CACHE_DIR='where nothing is': .*No such file"):
+        default_folder()
+
+
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUKERN_CXX", raising=False)
     monkeypatch.setattr(toolchain, "_candidates", lambda: iter(()))

@@ -19,8 +19,9 @@ def positions(path: Path, address: int) -> list[Position]:
     """Source lines of an address (relative to the load address): where it is, then the callers it was inlined into."""
     try:
         return _Image(path.read_bytes()).positions(address)
-    except (struct.error, IndexError, KeyError, ValueError):
-        return []  # a debug format that this reader does not know: the fault is reported without a line
+    except (OSError, struct.error, IndexError, KeyError, ValueError):
+        # gone from the cache meanwhile, or a debug format that this reader does not know: a fault without a line
+        return []
 
 
 @dataclass(frozen=True)

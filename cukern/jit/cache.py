@@ -10,6 +10,7 @@ folder cannot be written, kernels are kept in memory after one warning.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -55,7 +56,7 @@ def make_key(fields: Mapping[str, object]) -> str:
 
 
 def default_folder() -> Path:
-    """``$CUKERN_CACHE_DIR``, else the platform's cache folder for "cukern".
+    """``$CUKERN_CACHE_DIR``, else the platform's cache folder for "cukern"; the same after a change of directory.
 
     A user without a home has no such folder; what is returned then cannot be written, so that kernels are kept in
     memory.
@@ -63,19 +64,25 @@ def default_folder() -> Path:
     Raises
     ------
     ValueError
-        If the variable begins with the home of a user who does not exist.
+        If the variable begins with the home of a user who does not exist, or the directory it starts from is gone.
     """
     override = os.environ.get("CUKERN_CACHE_DIR")
     if override:
-        try:
-            return Path(override).expanduser()
-        except RuntimeError as error:
-            raise ValueError(f"CUKERN_CACHE_DIR={override!r}: {error}") from None
+        return _chosen_folder(override)
     try:
         folder = Path(platformdirs.user_cache_dir("cukern", appauthor=False))
     except RuntimeError:
         return _NOWHERE
     return folder if folder.is_absolute() else _NOWHERE  # some versions leave the "~" in
+
+
+@functools.cache
+def _chosen_folder(text: str) -> Path:
+    """Absolute from the first use on: a relative one would be another folder after ``os.chdir``."""
+    try:
+        return Path(text).expanduser().absolute()
+    except (RuntimeError, OSError) as error:
+        raise ValueError(f"CUKERN_CACHE_DIR={text!r}: {error}") from None
 
 
 def default_bound() -> int:
