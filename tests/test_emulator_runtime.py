@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import _thread
 import asyncio
+import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -357,6 +360,70 @@ def test_launches_from_several_threads() -> None:
         t.join()
     for i, x in enumerate(results):
         assert (x == i).all()
+
+
+FORK = """
+import os, signal, sys, threading, time
+import numpy as np, cukern
+from cukern import emulator as E
+
+def child(work):
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(60)
+        try:
+            work()
+        except BaseException as e:
+            os.write(2, repr(e).encode())
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+WAIT = 'extern "C" __global__ void wait(volatile int *x) { while (x[0] == 0) ; }'
+FILL = 'extern "C" __global__ void k(int *x, int n) { __syncthreads(); x[threadIdx.x] = n; }'
+BAD = 'extern "C" __global__ void bad(int *x) { *(int *)8 = 1; }'
+
+def work():
+    x = np.zeros(64, np.int32)
+    for n in range(3):
+        cukern.Kernel(FILL, "k")((1,), (64,), (x, n))
+        assert (x == n).all()
+    try:
+        cukern.Kernel(BAD, "bad")((1,), (1,), (x,))
+        raise AssertionError("no fault")
+    except E.OutOfBounds:
+        pass
+
+def wait():
+    with cukern.emulate(timeout=3):
+        try:
+            cukern.Kernel(WAIT, "wait")((2,), (32,), (np.zeros(1, np.int32),))
+        except E.Timeout:
+            print("timeout", flush=True)
+
+with cukern.emulate(timeout=30):
+    work()
+    other = threading.Thread(target=wait)
+    other.start()
+    time.sleep(1.5)
+    assert other.is_alive()
+    assert child(work) == 0
+    # a child's own crash ends it, also after a launch
+    assert child(lambda: (work(), os.kill(os.getpid(), signal.SIGSEGV))) == -signal.SIGSEGV
+    assert other.is_alive(), "it was not running meanwhile"
+    other.join()
+    work()
+    kernel = E.runtime_kernel(FILL, "k", filename="another.cu")
+    with kernel._lock:  # as while another thread builds it
+        assert child(lambda: kernel((1,), (64,), (np.zeros(64, np.int32), 1))) == 0
+print("well")
+"""
+
+
+def test_fork_while_another_thread_launches(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    done = subprocess.run([sys.executable, "-c", FORK], env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "timeout\nwell\n", done.stderr
 
 
 def test_interrupt_stops_a_launch() -> None:

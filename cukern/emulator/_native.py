@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes as C
 import functools
+import os
 import threading
 
 from . import errors, toolchain
@@ -109,6 +110,15 @@ class ParamInfo(C.Structure):
 
 
 _one_at_a_time = threading.Lock()  # the runtime holds the process's signal handlers during a launch
+
+
+def _after_fork() -> None:
+    """A child has none of the parent's threads, and so nobody who would give a lock back."""
+    global _one_at_a_time
+    _one_at_a_time = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 @functools.cache

@@ -273,3 +273,12 @@ def runtime_kernel(text: str, name: str, *, filename: str = "<source>") -> Emula
     if found is None:
         found = _kernels.setdefault(key, EmulatedKernel(text, name, filename))
     return found
+
+
+def _after_fork() -> None:
+    """A kernel that the parent was just building is built by the child itself."""
+    for kernel in _kernels.values():
+        kernel._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)

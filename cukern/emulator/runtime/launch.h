@@ -189,6 +189,33 @@ static void on_signal(int signal, siginfo_t *info, void *context) {
   fail_access(F_OUT_OF_BOUNDS, pc, nullptr, 0, a, 1, -1, near ? near->argument : -1, text);
 }
 
+static bool handling;  // whether the handlers are ours
+static void take_signals() {
+  struct sigaction action = {};
+  action.sa_sigaction = on_signal;
+  action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
+  sigemptyset(&action.sa_mask);
+  for (int i = 0; i < 4; ++i) sigaction(FAULT_SIGNALS[i], &action, &previous_actions[i]);
+  sigaction(STOP_SIGNAL, &action, &previous_actions[4]);
+  handling = true;
+}
+static void give_signals_back() {
+  for (int i = 0; i < 4; ++i) sigaction(FAULT_SIGNALS[i], &previous_actions[i], nullptr);
+  sigaction(STOP_SIGNAL, &previous_actions[4], nullptr);
+  handling = false;
+}
+
+// ---- forks: a child has none of the parent's workers. Those of a launch that ran meanwhile are lost to it, the idle ones
+// are its own; the lock keeps it from inheriting a list or handlers that were just being changed.
+static pthread_mutex_t between_launches = PTHREAD_MUTEX_INITIALIZER;
+static void before_fork() { pthread_mutex_lock(&between_launches); }
+static void after_fork() { pthread_mutex_unlock(&between_launches); }
+static void after_fork_in_child() {
+  if (handling) give_signals_back();
+  pthread_mutex_unlock(&between_launches);
+}
+__attribute__((constructor)) static void watch_forks() { pthread_atfork(before_fork, after_fork, after_fork_in_child); }
+
 // ---- workers
 static int find_segments(struct dl_phdr_info *info, size_t, void *p) {
   Worker *w = (Worker *)p;
@@ -306,12 +333,8 @@ PUBLIC void emu_start(Launch *l) {
   s->block_count = l->grid[0] * l->grid[1] * l->grid[2];
   uint32_t n = l->cooperative ? s->block_count : (uint32_t)l->workers;
   if (n > s->block_count) n = s->block_count;
-  struct sigaction action = {};
-  action.sa_sigaction = on_signal;
-  action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
-  sigemptyset(&action.sa_mask);
-  for (int i = 0; i < 4; ++i) sigaction(FAULT_SIGNALS[i], &action, &previous_actions[i]);
-  sigaction(STOP_SIGNAL, &action, &previous_actions[4]);
+  pthread_mutex_lock(&between_launches);
+  take_signals();
   s->deadline = seconds_now() + (l->timeout < 1e9 ? l->timeout : 1e9);
   for (uint32_t i = 0; i < n; ++i) {
     Worker *w;
@@ -327,6 +350,7 @@ PUBLIC void emu_start(Launch *l) {
   s->running = (int)n;
   for (Worker *w : s->workers)
     if (pthread_create(&w->os_thread, nullptr, worker_main, w)) abort();
+  pthread_mutex_unlock(&between_launches);
 }
 // Wait up to `seconds`; true when the launch has ended. `cancel` stops the kernel as soon as possible.
 PUBLIC int emu_wait(Launch *l, double seconds, int cancel) {
@@ -365,9 +389,10 @@ PUBLIC int emu_wait(Launch *l, double seconds, int cancel) {
     pthread_join(w->os_thread, nullptr);
     l->switches += w->switches, l->collectives += w->collectives, l->static_bytes = w->static_bytes;
   }
+  pthread_mutex_lock(&between_launches);
   for (size_t i = s->workers.count; i-- > 0;) idle_workers.push(s->workers.items[i]);  // the first made is taken first
-  for (int i = 0; i < 4; ++i) sigaction(FAULT_SIGNALS[i], &previous_actions[i], nullptr);
-  sigaction(STOP_SIGNAL, &previous_actions[4], nullptr);
+  give_signals_back();
+  pthread_mutex_unlock(&between_launches);
   free(s->workers.items);
   free(s);
   return 1;
