@@ -8,6 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -187,6 +188,42 @@ def test_the_kernel_cache_counts_and_clears_what_was_built(tmp_path: Path) -> No
     assert cache.clear("sm_90a") == 0
     assert cache.clear() == 4
     assert not shared_objects(tmp_path)
+
+
+def test_clearing_removes_locks_and_what_ended_builds_left(tmp_path: Path) -> None:
+    from cukern.jit.cache import Cache
+
+    folder = tmp_path / "emulator"
+    stays = ["build-running/kernel.cpp", "build-theirs/notes.txt", "theirs.lock"]
+    goes = ["build-old_1234/kernel.cpp", f"kernel-{'a' * 40}.so.lock", f"runtime-{'b' * 40}.so.lock"]
+    for name in (*stays, *goes):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("")
+    for name in ("build-old_1234", "build-theirs"):
+        os.utime(folder / name, (time.time() - 7200,) * 2)
+    assert Cache(tmp_path).clear() == 0
+    assert sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()) == stays
+    assert not (folder / "build-old_1234").exists()
+
+
+def build(_: Path, out: Path) -> None:
+    out.write_bytes(b"built")
+
+
+def test_lock_that_cannot_be_had_does_not_stop_a_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of another user, in a cache that both share."""
+    import filelock
+
+    def refuse(lock: filelock.BaseFileLock, *_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", lock.lock_file)
+
+    monkeypatch.setenv("CUKERN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
+    assert toolchain._intact(toolchain.cached("kernel-x.so", build))
+    monkeypatch.undo()
+    monkeypatch.setenv("CUKERN_CACHE_DIR", str(tmp_path))
+    (tmp_path / "emulator" / "kernel-y.so.lock").mkdir()  # a folder stands in its place
+    assert toolchain._intact(toolchain.cached("kernel-y.so", build))
 
 
 def test_cache_folder_that_changes_in_a_process(tmp_path: Path) -> None:

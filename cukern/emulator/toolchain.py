@@ -204,9 +204,9 @@ def cached(name: str, build: Callable[[Path, Path], None]) -> Path:
         return target
     folder = cache_dir()
     target = folder / name
-    from filelock import FileLock
+    from ..jit.cache import process_lock
 
-    with FileLock(folder / (name + ".lock")):
+    with process_lock(folder / (name + ".lock")):
         if not _intact(target):
             with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as scratch:
                 product = Path(scratch) / "product.so"

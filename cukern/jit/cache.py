@@ -13,8 +13,10 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
 import os
 import re
+import shutil
 import tempfile
 import threading
 import time
@@ -38,7 +40,11 @@ _DEFAULT_BOUND = 2 << 30
 _ELSEWHERE = "set CUKERN_CACHE_DIR to a folder that can be written"
 _NOWHERE = Path(os.devnull, "no home folder")
 _ENTRY_NAME = re.compile(r"[0-9a-f]{64}")
-_EMULATED_NAME = re.compile(r"(?:kernel|runtime)-[0-9a-f]{40}\.so")  # of cukern/emulator/toolchain.py
+# of cukern/emulator/toolchain.py
+_EMULATED_NAME = re.compile(r"(?:kernel|runtime)-[0-9a-f]{40}\.so")
+_EMULATED_LOCK = re.compile(_EMULATED_NAME.pattern + r"\.lock")
+_BUILD_FOLDER = re.compile(r"build-\w+")
+_BUILD_NAME = re.compile(r"(?:kernel|product)\.\w+")
 _STAGED_NAME = re.compile(r"cukern-\w+")
 _CORRUPT_NAME = re.compile(r"(?:sm|compute)_\w+-[0-9a-f]{64}-\d+")
 
@@ -214,16 +220,14 @@ class Cache:
             ) from error
 
     def clear(self, arch: str | None = None) -> int:
-        """Delete all entries (of one architecture), and what was set aside; returns how many entries went."""
+        """Delete all entries (of one architecture), locks and what was set aside; returns how many entries went."""
         count = 0
         for path, _, _ in list(self._entries()):
             if arch in (None, path.parent.name):
                 with contextlib.suppress(OSError):
                     path.unlink()
                     count += 1
-        for path in self._leftovers():
-            with contextlib.suppress(OSError):
-                path.unlink()
+        self._sweep(math.inf)
         self._memory = {k: v for k, v in self._memory.items() if arch is not None and k[0] != arch}
         return count
 
@@ -240,24 +244,30 @@ class Cache:
 
     def _leftovers(self) -> list[Path]:
         """What crashed writers left, and what was set aside."""
-        return _files(self.folder / "tmp", _STAGED_NAME) + _files(self.folder / "corrupt", _CORRUPT_NAME)
+        places = (("tmp", _STAGED_NAME), ("corrupt", _CORRUPT_NAME), ("emulator", _EMULATED_LOCK))
+        return [path for folder, names in places for path in _files(self.folder / folder, names)]
 
-    @contextlib.contextmanager
-    def _lock(self, arch: str, key: str) -> Iterator[None]:
-        """A lock between processes. Where none can be had (read-only, no file locks, time-out) work goes on without."""
-        lock: filelock.BaseFileLock | None = None
-        try:
-            folder = self.folder / "locks"
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = filelock.FileLock(str(folder / f"{arch}-{key}"), timeout=_LOCK_SECONDS)
-            lock.acquire()
-        except (OSError, NotImplementedError):  # filelock.Timeout is an OSError
-            lock = None
-        try:
-            yield
-        finally:
-            if lock is not None:
-                lock.release()
+    def _abandoned_builds(self) -> Iterator[Path]:
+        """Folders in which an emulated kernel was being compiled, which a process that ended left."""
+        for folder in sorted((self.folder / "emulator").glob("build-*")):
+            if _BUILD_FOLDER.fullmatch(folder.name) and not folder.is_symlink():
+                with contextlib.suppress(OSError):
+                    if all(_BUILD_NAME.fullmatch(name) for name in os.listdir(folder)):
+                        yield folder
+
+    def _sweep(self, before: float) -> None:
+        """Delete leftovers last written before a time, and builds that no process can still be at."""
+        for path in self._leftovers():
+            with contextlib.suppress(OSError):
+                if path.stat().st_mtime < before:
+                    path.unlink()
+        for folder in self._abandoned_builds():
+            with contextlib.suppress(OSError):
+                if folder.stat().st_mtime < time.time() - _STALE_SECONDS:
+                    shutil.rmtree(folder)
+
+    def _lock(self, arch: str, key: str) -> contextlib.AbstractContextManager[None]:
+        return process_lock(self.folder / "locks" / f"{arch}-{key}")
 
     def _put(self, arch: str, key: str, entry: Compiled) -> None:
         temporary = ""
@@ -311,11 +321,24 @@ class Cache:
                 with contextlib.suppress(OSError):
                     path.unlink()
                     total -= size
-        old = time.time() - _STALE_SECONDS
-        for path in self._leftovers():
-            with contextlib.suppress(OSError):
-                if path.stat().st_mtime < old:
-                    path.unlink()
+        self._sweep(time.time() - _STALE_SECONDS)
+
+
+@contextlib.contextmanager
+def process_lock(path: Path) -> Iterator[None]:
+    """A lock between processes. Where none can be had (read-only, no file locks, time-out) work goes on without."""
+    lock: filelock.BaseFileLock | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(str(path), timeout=_LOCK_SECONDS)
+        lock.acquire()
+    except (OSError, NotImplementedError):  # filelock.Timeout is an OSError
+        lock = None
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
 
 
 def _files(folder: Path, names: re.Pattern[str]) -> list[Path]:
