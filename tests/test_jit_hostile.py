@@ -138,9 +138,12 @@ def test_template_and_options_of_a_wrong_kind() -> None:
             kernel(source, template=template)
     with pytest.raises(TypeError):
         template_argument(None)
-    for size in ("1", 1.5, -1):
+    for size in ("1", 1.5, -1, True):
         with pytest.raises(ValueError, match="max_shared_mem"):
             kernel(TWICE, max_shared_mem=size)
+    for flag in ("no", 1, None):
+        with pytest.raises(TypeError, match="cooperative="):
+            kernel(TWICE, cooperative=flag)
 
 
 # ---- parameters of many styles
@@ -248,7 +251,10 @@ def test_wrong_values_are_a_type_error_with_the_parameters_name(cuda: FakeCuda, 
         ({"block": np.array([32])}, "block="),
         ({"block": (32.0,)}, "block="),
         ({"shared_mem": [1]}, "shared_mem="),
+        ({"shared_mem": True}, "shared_mem="),
         ({"stream": "side"}, "stream="),
+        ({"pdl": "junk"}, "pdl='junk': expected True or False"),
+        ({"pdl": 1}, "pdl="),
         ({"args": None}, "args must be a tuple"),
     ],
 )
@@ -269,6 +275,32 @@ def test_launch_values_of_a_wrong_kind(cuda: FakeCuda, options: dict[str, Any], 
 def test_macro_parameters_under_emulation() -> None:
     k = kernel(TWICE.replace("float *x, int n", "PARAMETERS"), defines={"PARAMETERS": "float *x, int n"})
     assert doubles(k)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"stream": "junk"}, TypeError, "stream: expected"),
+        ({"cluster": (2, 1, 1)}, ValueError, r"cluster=\(2, 1, 1\).*not emulated"),
+        ({"cluster": "junk"}, TypeError, "cluster='junk'"),
+        ({"pdl": "junk"}, TypeError, "pdl='junk'"),
+        ({"shared_mem": True}, ValueError, "shared_mem=True"),
+    ],
+)
+def test_launch_values_that_an_emulated_kernel_refuses(
+    options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    x = np.ones(4, np.float32)
+    with cukern.emulate(), pytest.raises(error, match=words):
+        kernel(TWICE)(1, 4, (x, 4), **options)
+    assert (x == 1).all()
+
+
+def test_launch_values_that_change_nothing_under_emulation() -> None:
+    x = np.ones(4, np.float32)
+    with cukern.emulate():
+        kernel(TWICE)(1, 4, (x, 4), stream=0, cluster=(1, 1, 1), pdl=True)
+    assert (x == 2).all()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from . import cache, compiler, devices, driver, launch, toolchain
 from .arch import Target
 from .compiler import Compiled
 from .errors import CompileError, CudaUnavailableError
-from .loaded import LoadedKernel, Repeated, check_dimensions, check_shared
+from .loaded import LoadedKernel, Repeated, check_dimensions, check_shared, is_size
 from .resources import Resources, largest_block
 from .signature import Signature, kernel_names, name_expression, parse, split_name
 from .source import Source, assemble
@@ -75,8 +75,9 @@ class Kernel:
     ) -> None:
         if not isinstance(name, str) or not name.strip():
             raise TypeError(f"name={name!r}: expected the kernel's name")
-        if max_shared_mem is not None and (not isinstance(max_shared_mem, (int, np.integer)) or max_shared_mem < 0):
+        if max_shared_mem is not None and not is_size(max_shared_mem):
             raise ValueError(f"max_shared_mem={max_shared_mem!r}: expected bytes as an int, 0 or more")
+        launch.check_flag(cooperative, "cooperative")
         self.name = name_expression(name, template)
         self.cooperative = bool(cooperative)
         self.max_shared_mem = max_shared_mem
@@ -259,9 +260,9 @@ class Kernel:
         shared_mem : int
             Dynamic shared memory, bytes.
         stream : cupy.cuda.Stream or int, optional
-            Default: CuPy's current stream of the arrays' device.
+            Default: CuPy's current stream of the arrays' device. Under emulation each changes nothing.
         cluster : tuple of three ints, optional
-            Thread-block cluster (compute capability 9.0 and later); the grid still counts blocks.
+            Thread-block cluster (compute capability 9.0 and later; not emulated); the grid still counts blocks.
         pdl : bool
             Programmatic dependent launch: may start before the kernel ahead of it in the stream has ended. The
             kernel must wait (``griddepcontrol.wait``) before it reads what that one wrote. Ignored before compute
@@ -281,10 +282,12 @@ class Kernel:
             )
         if cluster is not None:
             cluster = launch.dimensions(cluster, "cluster")
+        if pdl is not True and pdl is not False:
+            launch.check_flag(pdl, "pdl")
         pack = self._pack
         if pack is None:
             if self._for_emulator(args):
-                self._emulate(grid, block, args, shared_mem)
+                self._emulate(grid, block, args, shared_mem, stream, cluster)
                 return
             pack = self._make_packer(args)
         try:
@@ -295,7 +298,7 @@ class Kernel:
             try:
                 where = pack(args, slot.params)
             except launch.HostArray:
-                self._emulate(grid, block, args, shared_mem)
+                self._emulate(grid, block, args, shared_mem, stream, cluster)
                 return
             current = devices.current_id()
             if where < 0 or where == current:
@@ -394,7 +397,15 @@ class Kernel:
             host = any(p.kind == "pointer" and isinstance(a, np.ndarray) for p, a in zip(parameters, args))
         return host or (devices.emulation_active() and not any(hasattr(a, "__cuda_array_interface__") for a in args))
 
-    def _emulate(self, grid: Dims, block: Dims, args: Sequence[Any], shared_mem: int) -> None:
+    def _emulate(
+        self,
+        grid: Dims,
+        block: Dims,
+        args: Sequence[Any],
+        shared_mem: int,
+        stream: Any,
+        cluster: tuple[int, int, int] | None,
+    ) -> None:
         if not devices.emulation_active():
             i = next((i for i, a in enumerate(args) if isinstance(a, np.ndarray)), 0)
             raise TypeError(
@@ -404,6 +415,10 @@ class Kernel:
         g, b = launch.dimensions(grid, "grid"), launch.dimensions(block, "block")
         check_dimensions(self.name, g, b)
         check_shared(self.name, shared_mem, self.max_shared_mem)
+        if stream is not None:  # which one makes no difference: a launch ends before the call returns
+            devices.stream_pointer(stream)
+        if cluster not in (None, (1, 1, 1)):
+            raise ValueError(f"kernel {self.name!r}: cluster={cluster}: clusters of several blocks are not emulated")
         values = tuple(args) if self._host is None else self._host.host(args)
         if 0 in g:
             return

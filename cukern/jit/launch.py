@@ -398,6 +398,12 @@ def attributes(cooperative: bool, cluster: tuple[int, int, int] | None, pdl: boo
     return out
 
 
+def check_flag(value: Any, what: str) -> None:
+    """Raise TypeError unless an option is True or False: "no" would count as True."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{what}={value!r}: expected True or False")
+
+
 def dimensions(value: Any, what: str) -> tuple[int, int, int]:
     """A grid or block given as an int or up to three ints.
 

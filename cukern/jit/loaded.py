@@ -289,9 +289,14 @@ class Repeated:
         self._loaded._again(code, slot, head[0:3], head[3:6], head[6])
 
 
+def is_size(value: Any) -> bool:
+    """Whether a value is a number of bytes."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= 0)
+
+
 def check_shared(kernel: str, shared_mem: Any, bound: int | None) -> None:
     """Refuse a dynamic shared memory size that is no size, or beyond the kernel's own bound."""
-    if not isinstance(shared_mem, (int, np.integer)) or shared_mem < 0:
+    if not is_size(shared_mem):
         raise ValueError(f"kernel {kernel!r}: shared_mem={shared_mem!r}, expected bytes as an int, 0 or more")
     if bound is not None and shared_mem > bound:
         raise ValueError(f"kernel {kernel!r}: shared_mem={shared_mem} is more than max_shared_mem={bound}")
