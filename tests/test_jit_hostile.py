@@ -310,10 +310,53 @@ def test_launch_values_that_change_nothing_under_emulation() -> None:
         (np.zeros(8, np.float32)[::2], ValueError, "not contiguous"),
         (np.zeros(4, np.float32)[::-1], ValueError, "not contiguous"),
         (np.zeros(4, ">f4"), TypeError, "expected a float32 array, got a NumPy >f4 array"),
+        (np.ma.array(np.zeros(4, np.float32), mask=[1, 0, 0, 0]), TypeError, r"a masked array.*\.filled\("),
         ([0.0] * 4, TypeError, "got a list"),
     ],
-    ids=["broadcast", "strided", "reversed", "big-endian", "list"],
+    ids=["broadcast", "strided", "reversed", "big-endian", "masked", "list"],
 )
 def test_arrays_that_an_emulated_kernel_refuses(array: Any, error: type[Exception], message: str) -> None:
     with cukern.emulate(), pytest.raises(error, match=message):
         kernel(TWICE)(1, 4, (array, 4))
+
+
+HIDDEN = """
+#define KERNEL(name) extern "C" __global__ void name(float *x, int n)
+KERNEL(twice) { if (threadIdx.x < n) x[threadIdx.x] *= 2; }
+"""
+OPAQUE = """
+template <class T> struct Pointer { typedef T *type; };
+__global__ void twice(Pointer<float>::type x, int n) { if (threadIdx.x < n) x[threadIdx.x] *= 2; }
+"""
+BY_VALUE = """
+struct Pair { int a, b; };
+__global__ void twice(Pair p, float *x) { x[threadIdx.x] *= p.a; }
+"""
+
+
+@pytest.mark.parametrize("source", [HIDDEN, OPAQUE], ids=["signature", "type"])
+@pytest.mark.parametrize(
+    ("array", "error", "message"),
+    [
+        (np.zeros(8, np.float32)[::2], ValueError, "not contiguous"),
+        (np.zeros(4, ">f4"), TypeError, "expected the machine's byte order, got a NumPy >f4 array"),
+        (np.ma.array(np.zeros(4, np.float32), mask=[1, 0, 0, 0]), TypeError, "a masked array"),
+    ],
+    ids=["strided", "big-endian", "masked"],
+)
+def test_arrays_for_parameters_that_the_source_does_not_explain(
+    source: str, array: Any, error: type[Exception], message: str
+) -> None:
+    k = kernel(source)
+    with cukern.emulate(), pytest.raises(error, match=f"'twice', parameter .*{message}"):
+        k(1, 4, (array, 4))
+    assert doubles(k)
+
+
+def test_records_by_value_have_the_machines_byte_order() -> None:
+    x = np.ones(4, np.float32)
+    with cukern.emulate():
+        kernel(BY_VALUE)(1, 4, (np.array((3, 4), "i4,i4"), x))
+        with pytest.raises(TypeError, match="byte order"):
+            kernel(BY_VALUE)(1, 4, (np.array((3, 4), ">i4,>i4"), x))
+    assert (x == 3).all()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..jit.launch import check_layout
 from . import _native
 from .errors import ArgumentError
 
@@ -61,6 +62,8 @@ class Arguments:
     def _value(self, i: int, a: Any) -> Any:
         p = self._params[i]
         name = self._parameter_name(i)
+        if isinstance(a, (np.ndarray, np.generic)):
+            check_layout(f"kernel {self._kernel!r}, parameter {name!r}", a)
         if p.kind == "p":
             return self._pointer(i, name, a, p)
         if isinstance(a, np.ndarray) and a.ndim:
@@ -166,15 +169,12 @@ class Arguments:
         lo, hi = self._bounds[i]
         offset = address - _address(array)
         index: list[int] = []
-        if array.flags.c_contiguous:
-            flat = offset // array.itemsize
-            for n in reversed(array.shape[1:]):
-                index.insert(0, flat % n)
-                flat //= n
-            index.insert(0, flat)
-            place = f"element {index}"
-        else:
-            place = f"byte {offset}"
+        flat = offset // array.itemsize
+        for n in reversed(array.shape[1:]):
+            index.insert(0, flat % n)
+            flat //= n
+        index.insert(0, flat)
+        place = f"element {index}"
         if address >= hi:
             place += f", {address - hi} bytes past the end"
         elif address < lo:

@@ -72,6 +72,31 @@ def describe_value(value: object) -> str:
     return f"{type(value).__name__} {value!r}" if isinstance(value, (bool, int, float)) else f"a {type(value).__name__}"
 
 
+def check_layout(where: str, array: Any) -> None:
+    """Refuse an array whose elements are not what lies from its first address on, whatever their type.
+
+    Raises
+    ------
+    TypeError
+        A masked array, or one of the other byte order.
+    ValueError
+        An array that is not contiguous.
+    """
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{where}: a masked array, and no kernel sees the mask; pass its .filled(...)")
+    if not array.dtype.isnative:
+        raise TypeError(
+            f"{where}: expected the machine's byte order, got {describe_value(array)}; "
+            "pass .astype(dtype.newbyteorder('=')) of it"
+        )
+    if not array.flags.c_contiguous:
+        module = "numpy" if isinstance(array, np.ndarray) else "cupy"
+        raise ValueError(
+            f"{where}: the array is not contiguous (shape {array.shape}, strides {array.strides}) and a kernel sees "
+            f"only its first address; pass {module}.ascontiguousarray(...) of it"
+        )
+
+
 class Arguments:
     """Checks and conversions of one kernel's arguments.
 
@@ -106,13 +131,7 @@ class Arguments:
         dtype = self.dtypes[i]
         if dtype is not None and array.dtype != dtype and not (dtype.itemsize == 1 and array.dtype.itemsize == 1):
             raise self.wrong(i, f"a {dtype} array", array)
-        if not array.flags.c_contiguous:
-            module = "numpy" if isinstance(array, np.ndarray) else "cupy"
-            raise ValueError(
-                f"kernel {self.kernel!r}, parameter {self.parameters[i].name!r}: the array is not contiguous "
-                f"(shape {array.shape}, strides {array.strides}) and a kernel sees only its first address; "
-                f"pass {module}.ascontiguousarray(...) of it"
-            )
+        check_layout(f"kernel {self.kernel!r}, parameter {self.parameters[i].name!r}", array)
 
     def scalar(self, i: int, value: Any) -> Any:
         """A Python or NumPy scalar for scalar parameter `i`, as struct.pack takes it."""
