@@ -226,6 +226,52 @@ def test_lock_that_cannot_be_had_does_not_stop_a_build(tmp_path: Path, monkeypat
     assert toolchain._intact(toolchain.cached("kernel-y.so", build))
 
 
+def test_what_was_built_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUKERN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CUKERN_CACHE_MAX_MB", "1")
+    names = [f"kernel-{letter * 40}.so" for letter in "abcd"]
+
+    def build(_: Path, out: Path) -> None:
+        out.write_bytes(bytes(400 << 10))
+
+    for name in (*names[:2], names[0], names[2]):  # the first is used again before the third is built
+        toolchain.cached(name, build)
+        time.sleep(0.02)
+    assert sorted(shared_objects(tmp_path)) == [names[0], names[2]]
+    monkeypatch.setenv("CUKERN_CACHE_MAX_MB", "0")
+    toolchain.cached(names[3], build)
+    assert sorted(shared_objects(tmp_path)) == [names[3]]  # what was just made stays
+    monkeypatch.setenv("CUKERN_CACHE_MAX_MB", "abc")
+    with pytest.raises(ValueError, match="CUKERN_CACHE_MAX_MB='abc'"):
+        toolchain.cached(names[3], build)
+
+
+def test_what_another_process_removed_is_built_again(tmp_path: Path) -> None:
+    path = tmp_path / "x.so"
+    built: list[Path] = []
+
+    def build() -> Path:
+        built.append(path)
+        return path
+
+    def load(path: Path) -> str:
+        if len(built) == 1:
+            raise FileNotFoundError(path)
+        return "loaded"
+
+    assert toolchain.loaded(build, load) == "loaded"
+    path.write_text("no object")
+    built.clear()
+    with pytest.raises(OSError):
+        toolchain.loaded(build, load)
+
+
+def test_works_with_a_bound_of_nothing(tmp_path: Path) -> None:
+    done = run(tmp_path, CUKERN_CACHE_MAX_MB="0")
+    assert done.stdout == "well\n", done.stderr
+    assert len(shared_objects(tmp_path)) == 1
+
+
 def test_cache_folder_that_changes_in_a_process(tmp_path: Path) -> None:
     """Kernels built later still work with the one runtime library."""
     change = f"\nimport os; os.environ['CUKERN_CACHE_DIR'] = {str(tmp_path / 'other')!r}\n"

@@ -124,7 +124,8 @@ os.register_at_fork(after_in_child=_after_fork)
 @functools.cache
 def runtime() -> C.CDLL:
     """The runtime library, built on first use; one for the process, even if the cache's folder changes."""
-    library = C.CDLL(str(toolchain.build_runtime()), mode=C.RTLD_GLOBAL)  # kernels find its functions by name
+    # global: kernels find its functions by name
+    library = toolchain.loaded(toolchain.build_runtime, lambda path: C.CDLL(str(path), mode=C.RTLD_GLOBAL))
     library.emu_start.argtypes = [C.POINTER(Launch)]
     library.emu_start.restype = None
     library.emu_map_guarded.argtypes = [C.c_uint64]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as C
+import functools
 import os
 import re
 import sys
@@ -26,7 +27,6 @@ class _Binary:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        _native.runtime()
         self.library = C.CDLL(str(path))
         count = self.library.emu_param_count()
         self.library.emu_params.restype = C.POINTER(_native.ParamInfo)
@@ -67,11 +67,12 @@ class EmulatedKernel:
                     wrong = source.misnamed(self._text, self.name, self.filename)
                     if wrong:
                         raise BuildError(wrong)
+                    _native.runtime()  # first: the bound of the cache may take a kernel that is not loaded yet
+                    build = functools.partial(toolchain.build_kernel, self._prepared.text, check=check, debug=debug)
                     try:
-                        path = toolchain.build_kernel(self._prepared.text, check=check, debug=debug)
+                        found = self._binaries[key] = toolchain.loaded(build, _Binary)
                     except BuildError as e:
                         raise self._compile_error(e) from None
-                    found = self._binaries[key] = _Binary(path)
         return found
 
     def _compile_error(self, e: BuildError) -> BuildError:

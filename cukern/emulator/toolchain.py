@@ -17,7 +17,9 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+from ..jit import cache
 from .errors import BuildError, ToolchainError
 
 HERE = Path(__file__).resolve().parent
@@ -26,6 +28,7 @@ RUNTIME = HERE / "runtime"
 FOLDER = "emulator"  # of the kernel cache, which counts, bounds and clears it (jit/cache.py)
 # part of every cache key; raise it when options or file formats change meaning
 SCHEMA = "3"
+Loaded = TypeVar("Loaded")
 
 _BASE = (
     "-std=c++17",
@@ -155,9 +158,7 @@ def _remove(folder: str, owner: int) -> None:
 
 
 def _shared_folder() -> Path:
-    from ..jit.cache import default_folder
-
-    return default_folder() / FOLDER
+    return cache.current().folder / FOLDER
 
 
 def cache_dir() -> Path:
@@ -197,16 +198,15 @@ def cached(name: str, build: Callable[[Path, Path], None]) -> Path:
 
     The file appears in one step, so that two processes cannot see each other's half; a lock keeps the second one from
     compiling the same text again. It ends in the digest of the rest, which the loader does not look at: a damaged one
-    would end the process, and is built again.
+    would end the process, and is built again. Beyond the cache's bound what was used least goes.
     """
     target = _shared_folder() / name
     if _intact(target):  # also where nothing can be written
+        cache.mark_used(target)
         return target
     folder = cache_dir()
     target = folder / name
-    from ..jit.cache import process_lock
-
-    with process_lock(folder / (name + ".lock")):
+    with cache.process_lock(folder / (name + ".lock")):
         if not _intact(target):
             with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as scratch:
                 product = Path(scratch) / "product.so"
@@ -217,7 +217,19 @@ def cached(name: str, build: Callable[[Path, Path], None]) -> Path:
                     file.flush()
                     os.fsync(file.fileno())
                 os.replace(product, target)
+            cache.current().evict(keep=target)
     return target
+
+
+def loaded(build: Callable[[], Path], load: Callable[[Path], Loaded]) -> Loaded:
+    """What ``load`` makes of ``build``'s file; once more where another process removed it from the cache in between."""
+    path = build()
+    try:
+        return load(path)
+    except OSError:
+        if path.exists():
+            raise
+    return load(build())
 
 
 def _intact(path: Path) -> bool:

@@ -177,8 +177,7 @@ class Cache:
         if entry is None:
             self._set_aside(path, arch)
             return None
-        with contextlib.suppress(OSError):  # the access time is the recency; the modification time stays
-            os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+        mark_used(path)
         return entry
 
     def info(self) -> CacheInfo:
@@ -290,7 +289,7 @@ class Cache:
             self._memory[arch, key] = entry
             self._warn(error)
             return
-        self._evict(keep=target / key)
+        self.evict(keep=target / key)
 
     def _warn(self, error: OSError) -> None:
         with self._guard:
@@ -310,7 +309,7 @@ class Cache:
             folder.mkdir(parents=True, exist_ok=True)
             os.replace(path, folder / f"{arch}-{path.name}-{os.getpid()}")
 
-    def _evict(self, keep: Path) -> None:
+    def evict(self, keep: Path) -> None:
         """Hold the size bound, least recently used first; sweep what crashed writers left."""
         entries = sorted(self._entries(), key=lambda e: e[2])
         total = sum(size for _, size, _ in entries)
@@ -322,6 +321,12 @@ class Cache:
                     path.unlink()
                     total -= size
         self._sweep(time.time() - _STALE_SECONDS)
+
+
+def mark_used(path: Path) -> None:
+    """The access time is the recency, also where the system does not keep it; the modification time stays."""
+    with contextlib.suppress(OSError):
+        os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
 
 @contextlib.contextmanager
