@@ -84,12 +84,33 @@ def test_check_mode_is_the_default_under_pytest(monkeypatch: pytest.MonkeyPatch)
         ({"workers": 1 << 31}, "workers"),
         ({"timeout": 0}, "timeout"),
         ({"timeout": float("nan")}, "timeout"),
+        ({"timeout": 10**400}, "timeout"),
         ({"seed": -1}, "seed"),
     ],
 )
 def test_options_out_of_range(options: dict[str, Any], word: str) -> None:
-    with pytest.raises(ValueError, match=f"^{word}="), cukern.emulate(**options):
+    with pytest.raises(ValueError, match=f"^{word}[=:]"), cukern.emulate(**options):
         pass
+
+
+def test_a_block_is_entered_once() -> None:
+    block = cukern.emulate(seed=5)
+    with block:
+        with pytest.raises(RuntimeError, match=r"entered before: call emulate\(\.\.\.\) for each"), block:
+            pass
+        assert settings.current().seed == 5
+    with pytest.raises(RuntimeError, match="entered before"), block:
+        pass
+    assert settings.current().seed == 0
+
+
+def test_a_function_may_be_decorated() -> None:
+    @cukern.emulate(seed=5)
+    def seeds(depth: int) -> list[int]:
+        return [settings.current().seed] + (seeds(depth - 1) if depth else [])
+
+    assert seeds(2) == seeds(2) == [5, 5, 5]
+    assert settings.current().seed == 0
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -59,7 +59,10 @@ def _timeout(value: Any, name: str) -> float:
         raise TypeError(f"{name}={value!r}: expected a number of seconds")
     if not value > 0:
         raise ValueError(f"{name}={value}: expected a positive number of seconds")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: expected a number of seconds as large as a float at most, or math.inf") from None
 
 
 # option -> what checks it; the name that an error gives is the option's or the variable's
@@ -137,14 +140,33 @@ def active() -> bool:
     return _current.get() is not None or bool(_flag("CUKERN_EMULATE"))
 
 
-@contextlib.contextmanager
+class Emulation(contextlib.ContextDecorator):
+    """One ``with emulate(...)`` block."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = options
+        self._entered = False
+
+    def _recreate_cm(self) -> Emulation:  # of ContextDecorator: each call of a decorated function is a block
+        return Emulation(self._options)
+
+    def __enter__(self) -> None:
+        if self._entered:
+            raise RuntimeError("this emulate() block was entered before: call emulate(...) for each 'with'")
+        self._entered = True
+        self._token = _current.set(replace(current(), **self._options))
+
+    def __exit__(self, *_: object) -> None:
+        _current.reset(self._token)
+
+
 def emulate(
     check: bool | None = None,
     order: str | None = None,
     seed: int | None = None,
     workers: int | None = None,
     timeout: float | None = None,
-) -> Iterator[None]:
+) -> Emulation:
     """Run CUDA kernels on the CPU inside this block.
 
     Operators and :class:`cukern.Kernel` given NumPy arrays then run their CUDA source through the emulator. Blocks
@@ -171,6 +193,8 @@ def emulate(
     ------
     TypeError, ValueError
         For an option of a wrong kind or out of range.
+    RuntimeError
+        Where what this returns is entered a second time.
 
     Examples
     --------
@@ -179,9 +203,4 @@ def emulate(
     ...     y = cukern.ops.rms_norm(np.ones((2, 8), np.float16), np.ones(8, np.float32))
     """
     given: dict[str, Any] = {"check": check, "order": order, "seed": seed, "workers": workers, "timeout": timeout}
-    checked = {k: _OPTIONS[k](v, k) for k, v in given.items() if v is not None}
-    token = _current.set(replace(current(), **checked))
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    return Emulation({k: _OPTIONS[k](v, k) for k, v in given.items() if v is not None})
