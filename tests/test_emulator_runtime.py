@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import _thread
 import asyncio
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -594,6 +596,23 @@ def test_printf_of_too_much(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert len(out) < 1 << 21
     assert "bytes of device printf were dropped" in out
+
+
+@pytest.mark.parametrize("out", ["none", "closed", "ascii"])
+def test_printf_to_nowhere_hides_no_fault(monkeypatch: pytest.MonkeyPatch, out: str) -> None:
+    closed = io.StringIO()
+    closed.close()
+    ascii_only = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", {"none": None, "closed": closed, "ascii": ascii_only}[out])
+    text = kernel('printf("тест");\nif (n) x[64] = 0;')
+    told = (
+        contextlib.nullcontext() if out == "none" else pytest.warns(RuntimeWarning, match="kernel k: what it printed")
+    )
+    x = np.zeros(64, np.float32)
+    with told:
+        launch(text, (x, 0), block=(1,))
+    with told, pytest.raises(E.OutOfBounds):
+        launch(text, (x, 1), block=(1,))
 
 
 # ---- source text

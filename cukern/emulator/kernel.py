@@ -6,8 +6,8 @@ import ctypes as C
 import functools
 import os
 import re
-import sys
 import threading
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -144,9 +144,10 @@ class EmulatedKernel:
         finally:
             overrun = arguments.release()
             if printed is not None and record.print_used:
-                sys.stdout.write(C.string_at(printed, record.print_used).decode(errors="replace"))
+                text = C.string_at(printed, record.print_used).decode(errors="replace")
                 if record.print_lost:
-                    sys.stdout.write(f"[{record.print_lost} more bytes of device printf were dropped]\n")
+                    text += f"[{record.print_lost} more bytes of device printf were dropped]\n"
+                self._show(text)
         self.stats = {"switches": record.switches, "collectives": record.collectives, "shared": binary.static_bytes}
         if record.fault.kind:
             raise self._explain(record, binary, arguments)
@@ -154,6 +155,17 @@ class EmulatedKernel:
             raise self._overrun(arguments, *overrun)
         if arguments.changed:
             raise self._changed(arguments, *arguments.changed)
+
+    def _show(self, text: str) -> None:
+        """Write what the kernel printed. That this fails must not hide a fault."""
+        try:
+            print(text, end="")  # nothing where sys.stdout is None, as in a process without a console
+        except (OSError, ValueError) as e:  # ValueError: closed, or an encoding that lacks a letter
+            warnings.warn(
+                f"kernel {self.name}: what it printed cannot be written to sys.stdout ({e})",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     @staticmethod
     def _apply(record: _native.Launch, settings: Settings) -> None:
