@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import shutil
@@ -316,6 +317,42 @@ def test_compiler_that_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUKERN_CXX", "/no/such/compiler")
     with pytest.raises(ToolchainError, match="/no/such/compiler"):
         toolchain.find_compiler()
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("exit 0", r"reports success and wrote nothing: set CUKERN_CXX"),
+        ("echo 'ld: final link failed: No space left on device' >&2; exit 1", "no space left on the disk.*make room"),
+        ('rm "$0"; exit 0', "wrote nothing|does not run"),
+    ],
+    ids=["does nothing", "full disk", "vanishes"],
+)
+def test_compiler_that_makes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, message: str
+) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\nif [ "$1" = --version ]; then echo g++ of {tmp_path}; exit 0; fi\n{script}\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CUKERN_CXX", str(compiler))
+    monkeypatch.setenv("CUKERN_CACHE_DIR", str(tmp_path / "cache"))
+    with pytest.raises(ToolchainError, match=message):
+        toolchain.build_kernel("", check=False, debug=False)
+    assert [p.name for p in (tmp_path / "cache" / "emulator").iterdir() if p.name.startswith("build-")] == []
+
+
+def test_product_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUKERN_CACHE_DIR", str(tmp_path))
+    (tmp_path / "emulator" / "kernel-x.so").mkdir(parents=True)
+    with pytest.raises(ToolchainError, match=r"kernel-x\.so cannot be written \(Is a directory\).*CUKERN_CACHE_DIR"):
+        toolchain.cached("kernel-x.so", build)
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ToolchainError, match=r"kernel-y\.so cannot be written \(No space left on device\): make room"):
+        toolchain.cached("kernel-y.so", build)
 
 
 def test_order_of_compilers(monkeypatch: pytest.MonkeyPatch) -> None:

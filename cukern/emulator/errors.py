@@ -31,7 +31,7 @@ class EmulatorError(RuntimeError):
 
 
 class ToolchainError(EmulatorError):
-    """There is no C++ compiler, or it does not work; the message says what to install."""
+    """There is no C++ compiler, it does not work, or what it makes cannot be written; the message says what to do."""
 
 
 class BuildError(EmulatorError):

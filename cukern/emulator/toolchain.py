@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import functools
 import hashlib
 import importlib.util
@@ -28,7 +29,6 @@ RUNTIME = HERE / "runtime"
 FOLDER = "emulator"  # of the kernel cache, which counts, bounds and clears it (jit/cache.py)
 # part of every cache key; raise it when options or file formats change meaning
 SCHEMA = "3"
-Loaded = TypeVar("Loaded")
 
 _BASE = (
     "-std=c++17",
@@ -185,11 +185,21 @@ def key(*parts: object) -> str:
 
 
 def run(arguments: Sequence[str | Path]) -> None:
-    """Run the compiler; :class:`BuildError` with its output if it fails."""
-    command = [*find_compiler().command, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, env=environment(find_compiler().zig))
+    """Run the compiler; :class:`BuildError` with its output if it fails, :class:`ToolchainError` if that says nothing
+    about the text."""
+    compiler = find_compiler()
+    command = [*compiler.command, *map(str, arguments)]
+    try:
+        done = subprocess.run(command, capture_output=True, env=environment(compiler.zig))
+    except OSError as e:
+        raise ToolchainError(f"the C++ compiler {compiler.name!r} does not run: {e}") from None
     if done.returncode:
         log = (done.stderr + done.stdout).decode(errors="replace")
+        if os.strerror(errno.ENOSPC) in log:
+            raise ToolchainError(
+                f"no space left on the disk to compile for emulation, in {cache_dir()} or {tempfile.gettempdir()}: "
+                "make room, or set CUKERN_CACHE_DIR and TMPDIR to folders of another disk"
+            )
         raise BuildError(f"{shlex.join(command)} failed:\n{log}", log)
 
 
@@ -208,17 +218,35 @@ def cached(name: str, build: Callable[[Path, Path], None]) -> Path:
     target = folder / name
     with cache.process_lock(folder / (name + ".lock")):
         if not _intact(target):
-            with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as scratch:
-                product = Path(scratch) / "product.so"
-                build(Path(scratch), product)
-                with open(product, "r+b") as file:
-                    digest = hashlib.sha256(file.read()).digest()
-                    file.write(digest)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(product, target)
+            try:
+                _make(target, build)
+            except OSError as e:
+                raise ToolchainError(
+                    f"{target} cannot be written ({e.strerror or e}): make room, remove what is in its place, or set "
+                    "CUKERN_CACHE_DIR to another folder"
+                ) from e
             cache.current().evict(keep=target)
     return target
+
+
+def _make(target: Path, build: Callable[[Path, Path], None]) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as scratch:
+        product = Path(scratch) / "product.so"
+        build(Path(scratch), product)
+        if not product.exists():
+            name = find_compiler().name
+            raise ToolchainError(
+                f"the C++ compiler {name!r} reports success and wrote nothing: set CUKERN_CXX to another"
+            )
+        with open(product, "r+b") as file:
+            digest = hashlib.sha256(file.read()).digest()
+            file.write(digest)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(product, target)
+
+
+Loaded = TypeVar("Loaded")
 
 
 def loaded(build: Callable[[], Path], load: Callable[[Path], Loaded]) -> Loaded:
