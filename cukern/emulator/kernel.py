@@ -18,6 +18,11 @@ from .errors import ArgumentError, BuildError, KernelFault, LaunchError, OutOfBo
 from .settings import ORDERS, Settings, current, debugging
 
 STATIC_SHARED_LIMIT = 48 * 1024
+_OVERRUN = "out-of-bounds write: argument {name} {place}; found after the launch, run with check=True to see the line"
+_CHANGED = (
+    "write to argument {name}, an array that is not writeable {place}; the array is as it was: pass a copy, or run "
+    "with check=True to see the line"
+)
 SHARED_LIMIT = 227 * 1024
 _PRINT_BYTES = 1 << 20
 
@@ -152,9 +157,9 @@ class EmulatedKernel:
         if record.fault.kind:
             raise self._explain(record, binary, arguments)
         if overrun:
-            raise self._overrun(arguments, *overrun)
+            raise self._after(OutOfBounds, arguments, *overrun, _OVERRUN)
         if arguments.changed:
-            raise self._changed(arguments, *arguments.changed)
+            raise self._after(WriteToReadOnly, arguments, *arguments.changed, _CHANGED)
 
     def _show(self, text: str) -> None:
         """Write what the kernel printed. That this fails must not hide a fault."""
@@ -243,24 +248,12 @@ class EmulatedKernel:
             index=index,
         )
 
-    def _overrun(self, arguments: Arguments, i: int, address: int) -> OutOfBounds:
+    def _after(self, fault: type[KernelFault], arguments: Arguments, i: int, address: int, text: str) -> KernelFault:
+        """A fault of argument `i` that was found after the launch. `text`: with {name} and {place} of the argument."""
         name = self.parameter_name(i)
-        index, detail = arguments.locate(i, address)
-        return OutOfBounds(
-            f"kernel {self.name}: out-of-bounds write: argument {name!r} {detail}; found after the launch, "
-            "run with check=True to see the line",
-            kernel=self.name,
-            argument=name,
-            shape=arguments.arrays[i].shape,
-            index=index,
-        )
-
-    def _changed(self, arguments: Arguments, i: int, address: int) -> WriteToReadOnly:
-        name = self.parameter_name(i)
-        index, detail = arguments.locate(i, address)
-        return WriteToReadOnly(
-            f"kernel {self.name}: write to argument {name!r}, an array that is not writeable {detail}; "
-            "the array is as it was: pass a copy, or run with check=True to see the line",
+        index, place = arguments.locate(i, address)
+        return fault(
+            f"kernel {self.name}: " + text.format(name=repr(name), place=place),
             kernel=self.name,
             argument=name,
             shape=arguments.arrays[i].shape,
