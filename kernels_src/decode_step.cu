@@ -206,10 +206,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     MARKS_OF(layer);
     MARK(plan, 0);
     if (layer > 0) meet();
-    if (plan.units[QKV] > 0) {
-      if (layer > 0) stream.look_after(attention.couples() ? FirstLook::residual : FirstLook::behind_burst);
-      norm_from(IntTag<QKV>{}, layer, Link{after_mlp, tag}, 1);
-    }
+    if (plan.units[QKV] > 0) norm_from(IntTag<QKV>{}, layer, Link{after_mlp, tag}, 1);
     ++tag;
     MARK(plan, 2);
     attention.qkv.tag = attention.out.tag = tag;
@@ -271,15 +268,11 @@ __global__ void __launch_bounds__(THREADS, 1)
       MARK(plan, 9);
     }
     MARK(plan, 21);
-    const bool has_sent = attention.couples() ? item_count > 0 : attention.attends();
-    if (has_sent) stream.note_sent();
-    u32 look = has_sent ? FirstLook::residual : FirstLook::attended;
     if (DIRECT && OVERLAY) __syncthreads();  // the values may be overwritten
     if (!attention.couples()) {
       if constexpr (DIRECT) {
         __syncthreads();  // the values may be overwritten
         meet_senders();
-        stream.look_after(has_sent ? FirstLook::parts : FirstLook::attended);
         merge_received(attention, *reinterpret_cast<ReceivedParts *>(shared + Shared::kv));
       } else {
         barrier.arrive();
@@ -291,8 +284,6 @@ __global__ void __launch_bounds__(THREADS, 1)
       if (PAIRS && attention.alone()) __syncthreads();
       if (PAIRS && stream.due == O) stream.template fill_unit<1>();
       if (!attention.alone() && layer + 1 < LAYERS) attention.prefetch_first_keys(layer_cache(layer + 1).keys());
-      stream.note_sent();
-      look = FirstLook::merged;
     }
     MARK(plan, 22);
     sent();
@@ -301,7 +292,6 @@ __global__ void __launch_bounds__(THREADS, 1)
     // ---- 3: output product
     ahead.template load<O>(stream, unit);
     if (plan.units[O] > 0) {
-      stream.look_after(look);
       load_rows<O>(x, attention.out);
       MARK(plan, 23);
       __syncthreads();
@@ -317,10 +307,7 @@ __global__ void __launch_bounds__(THREADS, 1)
 
     // ---- 4: gate and up
     ahead.template load<GATE_UP>(stream, unit);
-    if (plan.units[GATE_UP] > 0) {
-      stream.look_after(FirstLook::residual);
-      norm_from(IntTag<GATE_UP>{}, LAYERS, Link{after_attention, tag}, 32);
-    }
+    if (plan.units[GATE_UP] > 0) norm_from(IntTag<GATE_UP>{}, LAYERS, Link{after_attention, tag}, 32);
     MARK(plan, 33);
     multiply<GATE_UP>(stream, unit, x, zeros, partial, ahead, StoreSwiglu<T>{Link{gated, tag}});
     sent();
@@ -329,7 +316,6 @@ __global__ void __launch_bounds__(THREADS, 1)
     // ---- 5: down
     ahead.template load<DOWN>(stream, unit);
     if (plan.units[DOWN] > 0) {
-      stream.look_after(FirstLook::residual);
       load_rows<DOWN>(x, Link{gated, tag});
       MARK(plan, 40);
       __syncthreads();
@@ -343,10 +329,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   MARKS_OF(LAYERS);
   MARK(plan, 0);
   meet();
-  if (plan.units[HEAD] > 0) {
-    stream.look_after(FirstLook::residual);
-    norm_from(IntTag<HEAD>{}, LAYERS, Link{after_mlp, tag}, 1);
-  }
+  if (plan.units[HEAD] > 0) norm_from(IntTag<HEAD>{}, LAYERS, Link{after_mlp, tag}, 1);
   MARK(plan, 2);
   multiply<HEAD>(stream, unit, x, zeros, partial, ahead, StoreLogits<T>{logits});
   cp_async_wait<0>();

@@ -122,14 +122,6 @@ template <class T> struct Attention {
   __device__ __forceinline__ int item_count() const {  // of this team
     return TEAMS == 2 || team() == 0 ? mine<int4>(TeamShared::first)->w : 0;
   }
-  __device__ __forceinline__ bool attends() const {  // this block
-    if (alone()) return *block_state<int>(WarpShared::units) > 0;
-    const unsigned char *const state = shared + Shared::teams + TeamShared::first;
-    bool any = false;
-#pragma unroll
-    for (int team = 0; team < TEAMS; ++team) any = any || reinterpret_cast<const int4 *>(state + team * TeamShared::bytes)->w > 0;
-    return any;
-  }
   __device__ __forceinline__ Item first() const {
     const int4 i = *mine<int4>(TeamShared::first);
     return Item{i.x, i.y, i.z};

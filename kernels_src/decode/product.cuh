@@ -562,7 +562,6 @@ __device__ __forceinline__ void multiply(WeightStream<T> &stream, int &unit, con
     for (int e = self; e < columns_to_add; e += THREADS) add_up(columns_of(e));
   }
   MARK(stream.plan, Mark + 4);
-  stream.note_sent();
   if constexpr (paired(P))
     stream.template refill<P>(mine);
   else

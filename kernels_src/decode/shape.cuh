@@ -122,7 +122,6 @@ struct Plan {
   u64 head;
   int first[5], units[5], dealt[5];  // tiles, units, and what goes to streams in turn: units or runs of them
   short couples, alone;              // see decode/attention.cuh
-  u32 sent_at[WARPS];                // see WeightStream::sent_at
 #if PROFILE
   u32 *marks[WARPS];  // where each warp writes its clock, [MARKS][WARPS] of the layer
 #endif

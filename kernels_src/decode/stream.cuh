@@ -22,17 +22,6 @@ constexpr int NOT_DUE = -1, DUE_WITH_HEADS = HEAD + 1;
 // Clocks from the end of a block's part of QKV until the heads are where they are computed, which most blocks do not see.
 // H200, us a token at context 128: 0.6B 436 at 1600, 440 at 1900, 452 at 2400, 460 at 2650; 4B 2,207 at 2400, 2,213 at 3000.
 constexpr u32 HEADS_UNDER_WAY = PAIRS ? 1600 : 2400;
-// Clocks from the end of a block's own part of something until it first looks for the others' parts. They cannot be there
-// yet, and a look of all blocks is a megabyte of traffic in the way of what they wait for. H200, an exchange beside a stream
-// of 3.8 TB/s: 1.87 us at once, 1.66 after 300 clocks, 1.50 after 600 to 1,200; without a stream 1.02, 0.98, 1.00, after
-// 1,200 1.15.
-struct FirstLook {
-  static constexpr u32 residual = 700;  // the residual stream, what goes into down
-  static constexpr u32 behind_burst = 700;  // the residual stream behind down, where values and keys are fetched meanwhile
-  static constexpr u32 attended = 2400;  // by blocks that do not attend, since their part of QKV
-  static constexpr u32 parts = 700, merged = 1000;  // of a long sequence
-};
-
 // With few streams, that many slots of a ring are not filled behind their last reads in QKV, but then too. Of 7, us a token of
 // 4B: none 2,240, 2 2,224, 4 2,213, 6 2,250.
 constexpr int HELD = 4;
@@ -54,24 +43,6 @@ template <class T> struct WeightStream {
   __device__ __forceinline__ WeightStream(T *ring, const Plan &plan)
       : ring(ring), plan(plan), slot(0), issued(0), phase(0), unit(stream_index() - STREAMS), k_left(0), k_behind(0),
         source(nullptr), row_step(0), due(NOT_DUE), held(0) {}
-
-  // When a warp's block has sent something its first lane notes the clock, and waits for the others before the warp looks for
-  // what other blocks send; see FirstLook. In shared memory, since registers are scarce.
-  __device__ __forceinline__ void note_sent() const {
-#ifndef CUKERN_EMU
-    if (DIRECT && (threadIdx.x & 31) == 0) sent_at() = clock_now();
-#endif
-  }
-  __device__ __forceinline__ void look_after(u32 clocks) const {
-#ifndef CUKERN_EMU
-    if (!DIRECT) return;
-    if ((threadIdx.x & 31) == 0) pause_since(sent_at(), clocks);
-    __syncwarp();
-#else
-    (void)clocks;
-#endif
-  }
-  __device__ __forceinline__ volatile u32 &sent_at() const { return const_cast<Plan &>(plan).sent_at[this_thread() >> 5]; }
 
   template <int P> __device__ __forceinline__ void enter_unit() {
     constexpr int K = product_k(P), Units = product_units(P), Length = unit_k(P);
