@@ -188,7 +188,7 @@ def _fixed_bytes(c: Qwen3Config, rows: int, partials: int, owned: int, overlay: 
     kv = max(teams * ATTN_CHUNK * c.head_dim * 2, _MERGE_BYTES)
     attention = teams * _team_bytes(c)
     state = (partials + owned) * rows * 32 + rows * 32 + rows * c.head_dim * 4 + rows * 32
-    plan = c.num_hidden_layers * 80 + 8 + 16 * 4 + 4 * _WARPS
+    plan = c.num_hidden_layers * 80 + 8 + 16 * 4
     return 16 + (max(x, kv) if overlay else x + kv) + attention + state + plan
 
 
