@@ -3,59 +3,15 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from planted import HERE, assembled, expect, f32, launch, text
 
 import cukern
 from cukern import emulator as E
 from cukern.emulator import toolchain
-
-HERE = "// fault"
-
-
-def text(body: str, parameters: str = "float *x, int n", before: str = "") -> str:
-    includes = "".join(f'#include "ptx/{name}.cuh"\n' for name in ("cp_async", "ldmatrix", "mma", "memory"))
-    body = textwrap.dedent(body).strip()
-    return f'{includes}{before}\nextern "C" __global__ void k({parameters}) {{\n{body}\n}}\n'
-
-
-def launch(
-    source: str, args: tuple[Any, ...], grid: int = 1, block: int = 64, check: bool = True, **options: Any
-) -> None:
-    launch_options = {k: options.pop(k) for k in ("shared_mem", "cooperative") if k in options}
-    with cukern.emulate(check=check, **options):
-        E.runtime_kernel(_assembled(source), "k", filename="k.cu")((grid,), (block,), args, **launch_options)
-
-
-def _assembled(source: str) -> str:
-    from cukern.jit.source import assemble
-
-    return assemble(source, filename="k.cu").text
-
-
-def expect(kind: type[E.KernelFault], source: str, args: tuple[Any, ...], **options: Any) -> E.KernelFault:
-    """The fault of a launch; where the source marks the faulty line, that is where it is."""
-    with pytest.raises(kind) as caught:
-        launch(source, args, **options)
-    fault = caught.value
-    assert type(fault) is kind
-    assert fault.kernel == "k"
-    assert fault.block is not None
-    assert f"block {fault.block}" in str(fault)
-    marked = [i for i, line in enumerate(source.splitlines(), 1) if HERE in line]
-    if marked:
-        assert (fault.file, fault.line) == ("k.cu", marked[0]) or ("k.cu", marked[0]) in fault.callers, str(fault)
-        assert f":{marked[0]}" in str(fault)
-    return fault
-
-
-def f32(n: int = 64) -> np.ndarray:
-    return np.zeros(n, np.float32)
-
 
 # ---- memory
 
@@ -96,7 +52,7 @@ def test_block_and_thread_in_three_dimensions() -> None:
         if (blockIdx.y == 1 && threadIdx.z == 1 && threadIdx.y == 2)
           x[n] = 1.f; // fault""")
     with cukern.emulate(check=True), pytest.raises(E.OutOfBounds) as caught:
-        E.runtime_kernel(_assembled(source), "k", filename="k.cu")((1, 2), (1, 3, 2), (f32(4), 4))
+        E.runtime_kernel(assembled(source), "k", filename="k.cu")((1, 2), (1, 3, 2), (f32(4), 4))
     assert caught.value.block == (0, 1, 0)
     assert caught.value.thread == (0, 2, 1)
 
@@ -450,125 +406,6 @@ def test_copy_that_is_not_valid_reads_nothing() -> None:
 
 def test_copy_to_global_memory() -> None:
     expect(E.OutOfBounds, text("cp_async_16(x, x + 4); // fault"), (f32(), 0), block=1)
-
-
-# ---- barriers and warps
-
-
-def test_two_barriers() -> None:
-    source = text("""
-        if (threadIdx.x < 32)
-          __syncthreads();
-        else
-          __syncthreads(); // fault
-        x[threadIdx.x] = 1;""")
-    fault = expect(E.BarrierDivergence, source, (f32(), 0))
-    assert fault.thread == (32, 0, 0)
-
-
-def test_exited_threads_count_as_arrived() -> None:
-    x = f32()
-    launch(
-        text("""
-        if (threadIdx.x >= n) return;
-        __syncthreads();
-        x[threadIdx.x] = 1;"""),
-        (x, 40),
-    )
-    assert x.sum() == 40
-
-
-def test_deadlock_names_who_waits_where() -> None:
-    source = text("""
-        if (threadIdx.x < 32) {
-          __syncthreads(); // fault
-        } else {
-          x[0] = __shfl_xor_sync(0xffffffffu, 1.f, 1);
-          while (true) __syncwarp();
-        }""")
-    with pytest.raises(E.Timeout):
-        launch(source, (f32(), 0), timeout=0.3)
-    source = text("""
-        if (threadIdx.x % 32 < 16) {
-          __syncthreads(); // fault
-        } else {
-          x[0] = __shfl_xor_sync(0xffffffffu, 1.f, 1);
-        }""")
-    fault = expect(E.Deadlock, source, (f32(), 0))
-    assert fault.thread is None
-    assert "32 (first: thread 0) wait in __syncthreads" in str(fault)
-    assert "32 (first: thread 16) wait in __shfl_xor_sync" in str(fault)
-
-
-def test_mask_without_the_caller() -> None:
-    fault = expect(E.WrongMask, text("x[threadIdx.x] = __shfl_xor_sync(0xffffu, 1.f, 1); // fault"), (f32(), 0))
-    assert fault.thread == (16, 0, 0)
-
-
-def test_shuffle_from_a_lane_outside_the_mask() -> None:
-    source = text("""
-        if (threadIdx.x < 16)
-          x[threadIdx.x] = __shfl_xor_sync(0xffffu, 1.f, 16); // fault""")
-    expect(E.WrongMask, source, (f32(), 0), block=32)
-
-
-def test_lanes_in_different_operations() -> None:
-    source = text("""
-        float v = 1;
-        if (threadIdx.x & 1)
-          v = __shfl_xor_sync(0xffffffffu, v, 1);
-        else
-          v = __shfl_down_sync(0xffffffffu, v, 1);
-        x[threadIdx.x] = v;""")
-    fault = expect(E.WrongMask, source, (f32(), 0))
-    assert fault.line in (9, 11)
-
-
-def test_masks_that_wait_for_each_other() -> None:
-    source = text("""
-        float v = 1;
-        if (threadIdx.x == 0)
-          v = __shfl_sync(0x3u, v, 0);
-        else if (threadIdx.x == 1)
-          v = __shfl_sync(0x6u, v, 1);
-        else if (threadIdx.x == 2)
-          v = __shfl_sync(0x5u, v, 2);
-        x[threadIdx.x] = v;""")
-    fault = expect(E.WrongMask, source, (f32(), 0), block=32)
-    assert "waits for lanes" in str(fault)
-
-
-def test_half_warps_with_their_own_masks() -> None:
-    body = """
-        unsigned m = threadIdx.x & 16 ? 0xffff0000u : 0xffffu;
-        float v = threadIdx.x;
-        if (threadIdx.x & 16) v = __shfl_xor_sync(m, v, 1);
-        else v = __shfl_xor_sync(m, v, 2);
-        x[threadIdx.x] = v;"""
-    x = f32()
-    launch(text(body), (x, 0))
-    lane = np.arange(64)
-    np.testing.assert_array_equal(x, np.where(lane & 16, lane ^ 1, lane ^ 2))
-
-
-def test_mma_by_part_of_a_warp() -> None:
-    source = text("""
-        u32 a[4] = {};
-        float c[4] = {};
-        if (threadIdx.x < 24)
-          mma_m16n8k16<half>(c, a, 0, 0); // fault
-        x[threadIdx.x] = c[0];""")
-    expect(E.WrongMask, source, (f32(), 0), block=32)
-
-
-def test_grid_barrier_in_an_ordinary_launch() -> None:
-    expect(E.BarrierDivergence, text('emu_grid_barrier("k.cu", 7);'), (f32(), 0))
-
-
-def test_block_that_leaves_before_the_grid_barrier() -> None:
-    source = text('if (blockIdx.x == 3) return;\nemu_grid_barrier("k.cu", 8);')
-    fault = expect(E.Deadlock, source, (f32(), 0), grid=4, cooperative=True)
-    assert fault.line == 8
 
 
 # ---- the rest
