@@ -544,6 +544,24 @@ def test_compile_refuses_an_architecture_once(cli, arch, message):
     assert out == ""
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["linear_sm90", "--arch", "sm_80", "--arch", "sm_90"],
+            "linear_sm90.cu has no kernel for sm_80, sm_90; give --arch ",
+        ),
+        (["swiglu", "decode_step.cu", "--arch", "sm_90"], "decode_step.cu has no kernel for sm_90; give --arch "),
+    ],
+)
+def test_compile_refuses_what_would_compile_nothing(cli, options, message):
+    code, out, err = cli("compile", *options)
+    assert_one_line(err, code, 2)
+    assert message in err
+    assert "sm_90a" in err
+    assert out == ""
+
+
 @pytest.mark.parametrize("where", ["file", "file/sub", "folder"])
 def test_compile_refuses_a_cache_that_cannot_be_written(cli, tmp_path, monkeypatch, where):
     from cukern import jit

@@ -78,6 +78,17 @@ def test_lanes_in_different_operations() -> None:
     assert fault.line in (9, 11)
 
 
+def test_lanes_in_different_shuffles_of_one_line() -> None:
+    source = text("""
+        float v = threadIdx.x;
+        v = threadIdx.x < 16 ? __shfl_xor_sync(0xffffffffu, v, 1) : __shfl_sync(0xffffffffu, v, 1); // fault
+        x[threadIdx.x] = v;
+    """)
+    fault = expect(E.WrongMask, source, (f32(), 0), block=32)
+    assert "__shfl_xor_sync at k.cu" in str(fault)
+    assert "lane 16 arrives in __shfl_sync" in str(fault)
+
+
 def test_masks_that_wait_for_each_other() -> None:
     source = text("""
         float v = 1;

@@ -320,6 +320,35 @@ def test_uninitialised_shared_memory() -> None:
     assert fault.thread == (5, 0, 0)
 
 
+@pytest.mark.parametrize("declared", ["float s[32]", "int s[4][8]", "struct { float v[32]; } s[1]"])
+def test_shared_memory_that_nobody_writes(declared: str) -> None:
+    read = {"f": "s[threadIdx.x]", "i": "s[threadIdx.x / 8][threadIdx.x % 8]", "s": "s[0].v[threadIdx.x]"}[declared[0]]
+    source = text(f"""
+        __shared__ {declared};
+        if (threadIdx.x < n)
+          x[threadIdx.x] = {read}; // fault
+    """)
+    fault = expect(E.UninitialisedShared, source, (f32(32), 8), block=32)
+    assert "'s'" in str(fault)
+    x = f32(32)
+    launch(text("__shared__ float s[32];\nx[threadIdx.x] = s[threadIdx.x];"), (x, 0), block=32, check=False)
+    assert np.isnan(x).all()
+
+
+def test_shared_memory_that_nobody_reads() -> None:
+    source = text("""
+        __shared__ float s[4];
+        s[0] = threadIdx.x; // fault
+    """)
+    expect(E.SharedRace, source, (f32(), 0))
+
+
+def test_static_shared_memory_that_nobody_writes_counts() -> None:
+    source = text("__shared__ float s[12289];\nx[threadIdx.x] = s[threadIdx.x + n];")
+    with pytest.raises(E.LaunchError, match=r"49156 bytes of static shared memory, the limit is 49152"):
+        launch(source, (f32(), 0))
+
+
 def test_uninitialised_padding_byte() -> None:
     source = text("""
         __shared__ unsigned char s[64];

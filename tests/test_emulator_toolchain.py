@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from cukern.emulator import ToolchainError, toolchain
+from cukern.jit.errors import CacheMissError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -298,6 +299,23 @@ def test_relative_cache_folder_stays_where_it_was(tmp_path: Path, monkeypatch: p
     elsewhere.rmdir()
     with pytest.raises(ValueError, match=r"CUKERN_CACHE_DIR='where nothing is': .*No such file"):
         default_folder()
+
+
+def test_compiling_can_be_forbidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUKERN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CUKERN_ASSERT_NO_COMPILE", "1")
+
+    def build(scratch: Path, out: Path) -> None:
+        out.write_bytes(b"built")
+
+    with pytest.raises(
+        CacheMissError, match=r"kernel-1\.so is missing and CUKERN_ASSERT_NO_COMPILE is set: run this once"
+    ):
+        toolchain.cached("kernel-1.so", build)
+    monkeypatch.setenv("CUKERN_ASSERT_NO_COMPILE", "0")
+    assert toolchain.cached("kernel-1.so", build).read_bytes().startswith(b"built")
+    monkeypatch.setenv("CUKERN_ASSERT_NO_COMPILE", "1")
+    assert toolchain.cached("kernel-1.so", build).exists()
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..jit import cache
+from ..jit.errors import CacheMissError
 from .errors import BuildError, ToolchainError
 
 HERE = Path(__file__).resolve().parent
@@ -218,6 +219,11 @@ def cached(name: str, build: Callable[[Path, Path], None]) -> Path:
     target = folder / name
     with cache.process_lock(folder / (name + ".lock")):
         if not _intact(target):
+            if os.environ.get("CUKERN_ASSERT_NO_COMPILE", "") not in ("", "0"):
+                raise CacheMissError(
+                    f"{target} is missing and CUKERN_ASSERT_NO_COMPILE is set: run this once without it, emulated "
+                    "kernels are compiled when they are first used"
+                )
             try:
                 _make(target, build)
             except OSError as e:

@@ -12,8 +12,9 @@
 #define __constant__
 #define __managed__
 #define __grid_constant__
-// One OS thread runs one block at a time, so a thread-local variable is block-shared memory.
-#define __shared__ static __thread
+// One OS thread runs one block at a time, so a thread-local variable is block-shared memory. "used": a variable that nobody
+// writes, or nobody reads, would be taken for a constant, or left out, before its accesses can be watched.
+#define __shared__ static __thread __attribute__((used))
 #define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)

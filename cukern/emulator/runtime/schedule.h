@@ -195,7 +195,7 @@ static void collective(Worker *w, Thread *t, uint32_t mask, WarpOp op, const cha
     if (warp->waiting == 16) fail(F_MASK, file, line, "%s: more than 16 divergent warp operations at once", what);
     g = &warp->group[warp->waiting++];
     *g = {mask, 0, op, what, file, line};
-  } else if (g->op != op || g->line != line || different(g->file, file))
+  } else if (g->op != op || g->line != line || different(g->what, what) || different(g->file, file))
     fail(F_MASK, file, line, "lanes of one warp meet in different operations: %s at %s:%d waits, lane %d arrives in %s", g->what, g->file, g->line, t->lane, what);
   g->arrived |= 1u << t->lane;
   if (g->arrived != (mask & warp->live)) {
