@@ -14,7 +14,7 @@
 //           Q and P come from registers.
 // Numerics  tiles of 64 keys, chunks of 128 keys from key 0, merged in ascending order by common/softmax.cuh: the bits of
 //           attention_prefill.cu.
-// Measured  54 % of 790 TFLOP/s (8,192, 16/8 heads, causal), 1.05 x cuDNN; H200, docs/performance.md
+// Measured  54 % of 790 TFLOP/s (8,192, 16/8 heads, causal), 1.06 x cuDNN; H200, docs/performance.md
 #include "common/fragment_rows.cuh"
 #include "common/softmax.cuh"
 #include "prefill/consumer.cuh"

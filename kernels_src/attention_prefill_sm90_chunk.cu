@@ -15,7 +15,7 @@
 //           from shared memory, P from registers.
 // Numerics  tiles of 64 keys, chunks of 128 keys from key 0, merged in ascending order by common/softmax.cuh: the bits of
 //           attention_prefill.cu.
-// Measured  78 % of 790 TFLOP/s (8,192, 16/8 heads, causal), 1.10 x cuDNN; H200, docs/performance.md
+// Measured  79 % of 790 TFLOP/s (8,192, 16/8 heads, causal), 1.15 x cuDNN; H200, docs/performance.md
 #include "common/fragment_rows.cuh"
 #include "common/softmax.cuh"
 #include "prefill/consumer.cuh"

@@ -23,7 +23,7 @@
 //            `XRows`: for few rows, 16 instead of the 64 of one warpgroup: only these are copied and counted as the
 //            tile's. The tensor core reads 64 rows all the same, whatever lies behind them in shared memory (the allocation
 //            reaches that far), and the results of those others are dropped. `Gated`: see above.
-// Measured: 96 % of 790 TFLOP/s (8B down, 2,048 rows); 0.98 x cuBLAS over all layers of 0.6B and 8B; H200, docs/performance.md
+// Measured: 91 % of 790 TFLOP/s (8B down, 2,048 rows); 0.98 x cuBLAS over all layers of 0.6B and 8B; H200, docs/performance.md
 #include "common/fragment_rows.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/pdl.cuh"

@@ -9,7 +9,7 @@
 // Launch    grid.x = tokens * blocks_per_token; `lanes` (1, 2, 4, 8 or 16: D/16 rounded up) threads a head, so that a
 //           warp holds 32 / lanes heads and every access is 16 bytes
 // Template  T storage type; Position int or i64. D any multiple of 16 to 256
-// Measured: 72 % of a copy (8192 tokens, 32 + 2 * 8 heads); H200, docs/performance.md
+// Measured: 71 % of a copy (8192 tokens, 32 + 2 * 8 heads); H200, docs/performance.md
 //
 // Order of the sum of squares: common/head_norm.cuh, a function of D alone.
 // A negative slot (or one past the cache) skips the writes of k and v. A position outside the table makes q and k NaN.

@@ -17,7 +17,7 @@
 //           With pdl=True each starts while the one ahead ends. No value of a parameter is looked at on the host: the
 //           sequence can be captured into a graph.
 // Template  T type of x; Aligned: rows start at multiples of 4 elements
-// Measured: argmax 76 %, sampling 21 to 38 % of a copy (64 x 151936); H200, docs/performance.md
+// Measured: argmax 78 %, sampling 21 to 38 % of a copy (64 x 151936); H200, docs/performance.md
 //
 // A row is decided by arg-max if its temperature is not positive, top_k is 1, or its maximum is not finite (NaN included).
 #include "common/random.cuh"

@@ -12,7 +12,7 @@
 //           lies, so that a single row fills the GPU; then softmax_apply (one warp a tile) or token_logprobs (one warp a
 //           row)
 // Template  T, O types of x and out; Aligned: rows start at multiples of 4 elements; I type of the targets
-// Measured: 65 % of a copy; token_logprobs 98 % (512 x 151936); H200, docs/performance.md
+// Measured: 65 % of a copy; token_logprobs 99 % (512 x 151936); H200, docs/performance.md
 //
 // Order of the sums: common/vocab.cuh. Special values: a row with NaN or +inf, or with nothing but -inf, gives NaN.
 #include "common/types.cuh"

@@ -4,7 +4,7 @@
 // Bound     memory: gate and up read once, out written once
 // Launch    one block for every THREADS * UNROLL vectors of out, counted through all rows
 // Template  T storage type; Width: elements of a vector (16 bytes, or 1 where rows are not made of whole vectors)
-// Measured: 93 % of a copy (8192 x 12288); H200, docs/performance.md
+// Measured: 94 % of a copy (8192 x 12288); H200, docs/performance.md
 #include "common/rows.cuh"
 #include "common/swiglu.cuh"
 #include "ptx/pdl.cuh"

@@ -127,6 +127,13 @@ def compile_(
     unknown = sorted(wanted - known)
     if unknown:
         raise typer.BadParameter(f"no kernel file {unknown[0]!r}; there are {', '.join(sorted(known))}")
+    for file in sorted(wanted) if files else ():
+        of_file = [spec for spec in specs if spec.file == file]
+        if all(spec.archs and not set(spec.archs) & set(targets) for spec in of_file):
+            exist = sorted({name for spec in of_file for name in spec.archs})
+            raise typer.BadParameter(
+                f"{file} has no kernel for {', '.join(targets)}; give --arch with one that it has: {', '.join(exist)}"
+            )
     cache = _cache()
     for name in targets:
         cache.check_writable(name)

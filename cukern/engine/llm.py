@@ -35,7 +35,7 @@ class LLM:
         Checkpoint folder, hub name such as "Qwen/Qwen3-0.6B", or a loaded model (which is shared, so that an edit of
         its weights shows in the next step; its tokenizer is given by ``tokenizer``).
     dtype : str
-        "auto" (the checkpoint's), "float16" or "bfloat16".
+        "auto" (the checkpoint's), "float16" or "bfloat16"; "float32" on a CPU, which computes in it anyway.
     device : str, optional
         "cuda", "cuda:1", "cpu" (NumPy float32 reference), "emulated" (the CUDA kernels on the CPU); None picks a GPU
         if one is usable.
