@@ -107,6 +107,12 @@ def test_a_template_file_that_is_no_text_is_named(tmp_path):
     (tmp_path / "chat_template.jinja").write_bytes(b"ab\xff")
     with pytest.raises(ValueError, match=r"chat_template\.jinja is not UTF-8 text \(invalid start byte at byte 2\)"):
         ChatTemplate.from_folder(tmp_path, {})
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "chat_template.jinja").mkdir()
+    with pytest.raises(
+        ValueError, match=r"chat_template\.jinja cannot be read \(.*\): make it a text file, or remove it"
+    ):
+        ChatTemplate.from_folder(tmp_path, {})
 
 
 def test_checkpoint_without_a_template(tmp_path):

@@ -208,7 +208,7 @@ def test_parts_are_counted_in_32_bits() -> None:
 
 def test_min_context_is_checked() -> None:
     scene = Scene(model_of("hd128-fp16"), (5,))
-    for wrong in (0, 33):
+    for wrong in (0, 33, 1.5, True, "a"):
         with pytest.raises(ValueError, match=f"min_context must be 1 to 32, what the block tables hold, got {wrong}"):
             scene.stepped(3, width=2, min_context=wrong)
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -586,12 +587,12 @@ def test_printf_of_too_much(capsys: pytest.CaptureFixture[str]) -> None:
     assert "bytes of device printf were dropped" in out
 
 
-@pytest.mark.parametrize("out", ["none", "closed", "ascii"])
+@pytest.mark.parametrize("out", ["none", "closed", "ascii", "no file"])
 def test_printf_to_nowhere_hides_no_fault(monkeypatch: pytest.MonkeyPatch, out: str) -> None:
     closed = io.StringIO()
     closed.close()
     ascii_only = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", {"none": None, "closed": closed, "ascii": ascii_only}[out])
+    monkeypatch.setattr(sys, "stdout", {"none": None, "closed": closed, "ascii": ascii_only, "no file": object()}[out])
     text = kernel('printf("тест");\nif (n) x[64] = 0;')
     told = (
         contextlib.nullcontext() if out == "none" else pytest.warns(RuntimeWarning, match="kernel k: what it printed")
@@ -599,5 +600,7 @@ def test_printf_to_nowhere_hides_no_fault(monkeypatch: pytest.MonkeyPatch, out: 
     x = np.zeros(64, np.float32)
     with told:
         launch(text, (x, 0), block=(1,))
-    with told, pytest.raises(E.OutOfBounds):
-        launch(text, (x, 1), block=(1,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(E.OutOfBounds):
+            launch(text, (x, 1), block=(1,))

@@ -257,11 +257,18 @@ def test_what_another_process_removed_is_built_again(tmp_path: Path) -> None:
         return path
 
     def load(path: Path) -> str:
-        if len(built) == 1:
+        if len(built) < needed[0]:
             raise FileNotFoundError(path)
         return "loaded"
 
+    needed = [2]
     assert toolchain.loaded(build, load) == "loaded"
+    built.clear()
+    needed[0] = 12
+    assert toolchain.loaded(build, load) == "loaded"
+    needed[0] = 1000
+    with pytest.raises(ToolchainError, match=r"x\.so was removed .*: raise CUKERN_CACHE_MAX_MB, or give each process"):
+        toolchain.loaded(build, load)
     path.write_text("no object")
     built.clear()
     with pytest.raises(OSError):

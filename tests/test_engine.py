@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import shutil
+import threading
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -624,6 +625,20 @@ def test_open_streams_end_with_an_error_at_close(model, tokenizer):
     for act in (engine.step, lambda: engine.add([])):
         with pytest.raises(RuntimeError, match="this LLM is closed"):
             act()
+
+
+def test_a_step_that_another_thread_closes_ends_with_that_error(model, tokenizer, monkeypatch):
+    llm = LLM(model, tokenizer=tokenizer, num_blocks=8)
+    stream = llm.stream("The whale", GREEDY)
+    next(stream)
+
+    def closed_meanwhile():
+        threading.Thread(target=llm.close).run()
+        raise AttributeError("'NoneType' object has no attribute 'collect'")
+
+    monkeypatch.setattr(llm.engine, "_advance", closed_meanwhile)
+    with pytest.raises(RuntimeError, match="this LLM is closed"):
+        next(stream)
 
 
 def test_a_forked_process_is_told_to_spawn(model):

@@ -112,6 +112,7 @@ def test_what_json_cannot_hold(folder: Path, content: bytes) -> None:
         ({"rope_scaling": {"rope_type": ["yarn"]}}, r"rope_type must be a string, got \['yarn'\]"),
         ({"rope_scaling": {"type": {}}}, "rope_type must be a string"),
         ({"eos_token_id": [-1]}, "eos_token_id must be a token id"),
+        ({"eos_token_id": 2**31}, "eos_token_id must be a token id"),
         ({"eos_token_id": [[1]]}, "eos_token_id must be a token id"),
     ],
 )

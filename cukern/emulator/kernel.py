@@ -144,6 +144,7 @@ class EmulatedKernel:
         printed = C.create_string_buffer(_PRINT_BYTES) if self._prepared.prints else None
         if printed is not None:
             record.print_buffer, record.print_capacity = C.addressof(printed), _PRINT_BYTES
+        unseen: Exception | None = None
         try:
             _native.launch(record)
         finally:
@@ -152,7 +153,7 @@ class EmulatedKernel:
                 text = C.string_at(printed, record.print_used).decode(errors="replace")
                 if record.print_lost:
                     text += f"[{record.print_lost} more bytes of device printf were dropped]\n"
-                self._show(text)
+                unseen = _show(text)
         self.stats = {"switches": record.switches, "collectives": record.collectives, "shared": binary.static_bytes}
         if record.fault.kind:
             raise self._explain(record, binary, arguments)
@@ -160,16 +161,11 @@ class EmulatedKernel:
             raise self._after(OutOfBounds, arguments, *overrun, _OVERRUN)
         if arguments.changed:
             raise self._after(WriteToReadOnly, arguments, *arguments.changed, _CHANGED)
-
-    def _show(self, text: str) -> None:
-        """Write what the kernel printed. That this fails must not hide a fault."""
-        try:
-            print(text, end="")  # nothing where sys.stdout is None, as in a process without a console
-        except (OSError, ValueError) as e:  # ValueError: closed, or an encoding that lacks a letter
+        if unseen is not None:  # said last: it must not hide a fault
             warnings.warn(
-                f"kernel {self.name}: what it printed cannot be written to sys.stdout ({e})",
+                f"kernel {self.name}: what it printed cannot be written to sys.stdout ({unseen})",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
 
     @staticmethod
@@ -288,3 +284,12 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def _show(text: str) -> Exception | None:
+    """Write what a kernel printed; why it cannot be: closed, full, an encoding that lacks a letter, no file at all."""
+    try:
+        print(text, end="")  # nothing where sys.stdout is None, as in a process without a console
+    except Exception as error:
+        return error
+    return None

@@ -256,14 +256,18 @@ Loaded = TypeVar("Loaded")
 
 
 def loaded(build: Callable[[], Path], load: Callable[[Path], Loaded]) -> Loaded:
-    """What ``load`` makes of ``build``'s file; once more where another process removed it from the cache in between."""
-    path = build()
-    try:
-        return load(path)
-    except OSError:
-        if path.exists():
-            raise
-    return load(build())
+    """What ``load`` makes of ``build``'s file; again where other processes remove it from the cache in between."""
+    for _ in range(20):
+        path = build()
+        try:
+            return load(path)
+        except OSError:
+            if path.exists():
+                raise
+    raise ToolchainError(
+        f"{path} was removed from the cache each time before it could be loaded: raise CUKERN_CACHE_MAX_MB, or give "
+        "each process its own CUKERN_CACHE_DIR"
+    )
 
 
 def _intact(path: Path) -> bool:

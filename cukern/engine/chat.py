@@ -107,6 +107,10 @@ class ChatTemplate:
                 return cls(path.read_text(encoding="utf-8"), special, str(path))
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
+            except OSError as error:
+                raise ValueError(
+                    f"{path} cannot be read ({error.strerror}): make it a text file, or remove it"
+                ) from None
         where = str(Path(folder) / "tokenizer_config.json")
         source = tokenizer_config.get("chat_template")
         if isinstance(source, list):  # several named templates

@@ -195,6 +195,9 @@ class Engine:
         try:
             with self._step_lock:  # not acquire(): an interruption right behind that would leave it locked
                 worked = self._step()
+        except Exception:
+            self.check_usable()  # closed by another thread in the middle of the step, which then fails somewhere
+            raise
         finally:
             dropped, self._dropped_meanwhile = self._dropped_meanwhile, []
             if dropped:

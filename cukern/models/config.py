@@ -252,7 +252,7 @@ def _read(data: Mapping[str, Any]) -> dict[str, Any]:
     values["rope_theta"], values["rope_scaling"] = _read_rope(data, values.get("max_position_embeddings", 32768))
     eos = data.get("eos_token_id")
     eos = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    if not all(_is_int(i) and i >= 0 for i in eos):
+    if not all(_is_int(i) and 0 <= i < 2**31 for i in eos):
         raise ConfigError(f"eos_token_id must be a token id or a list of them, got {data['eos_token_id']!r}")
     values["eos_token_id"] = tuple(eos)
     return values

@@ -260,7 +260,8 @@ class DecodeStep:
         if cache.k.dtype != model.dtype:
             raise ValueError(f"cache is {cache.k.dtype}, the model computes in {model.dtype}")
         most = max_blocks_per_seq * cache.block_size
-        if not 1 <= min_context <= most:
+        whole = isinstance(min_context, (int, np.integer)) and not isinstance(min_context, bool)
+        if not whole or not 1 <= min_context <= most:
             raise ValueError(f"min_context must be 1 to {most}, what the block tables hold, got {min_context}")
         c = model.config
         self.blocks, layout = _plan(model, max_batch, blocks, max_shared_mem, profile, (min_context, most))

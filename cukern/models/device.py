@@ -51,7 +51,7 @@ class Device:
             raise ValueError(f"device must be 'cuda', 'cuda:N', 'cpu', 'emulated' or None, got {device!r}")
         problem = cuda_problem()
         if problem:
-            raise ValueError(f"device {device!r} is not usable: {problem}; the device 'cpu' runs the NumPy reference")
+            raise ValueError(f"device {device!r} is not usable: {problem}; device='cpu' runs the NumPy reference")
         index = int(number) if number else _current_gpu()
         count = _cupy().cuda.runtime.getDeviceCount()
         if index >= count:

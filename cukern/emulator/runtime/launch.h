@@ -206,7 +206,7 @@ static void give_signals_back() {
 }
 
 // ---- forks: a child has none of the parent's workers. Those of a launch that ran meanwhile are lost to it, the idle ones
-// are its own; the lock keeps it from inheriting a list or handlers that were just being changed.
+// are its own; the lock keeps it from inheriting a list, handlers or the loader's state that were just being changed.
 static pthread_mutex_t between_launches = PTHREAD_MUTEX_INITIALIZER;
 static void before_fork() { pthread_mutex_lock(&between_launches); }
 static void after_fork() { pthread_mutex_unlock(&between_launches); }
@@ -248,7 +248,9 @@ static void *worker_main(void *p) {
   l->tls_anchor();  // brings this thread's copy of the static shared memory into being
   w->statics = nullptr, w->static_bytes = 0;
   w->segments.count = 0;
+  pthread_mutex_lock(&between_launches);  // a child forked meanwhile would inherit the loader's own lock, which is held in it
   dl_iterate_phdr(find_segments, w);
+  pthread_mutex_unlock(&between_launches);
   if (l->check) {
     // what earlier launches left is recognised by its epoch
     if (w->dynamic_shadow.count < l->dynamic_bytes / 2 + 1) w->dynamic_shadow.resize(l->dynamic_bytes / 2 + 1);
