@@ -142,7 +142,7 @@ def test_template_and_options_of_a_wrong_kind() -> None:
         with pytest.raises(ValueError, match="max_shared_mem"):
             kernel(TWICE, max_shared_mem=size)
     for flag in ("no", 1, None):
-        with pytest.raises(TypeError, match="cooperative="):
+        with pytest.raises(TypeError, match=r"kernel '.*': cooperative must be True or False"):
             kernel(TWICE, cooperative=flag)
 
 
@@ -253,8 +253,8 @@ def test_wrong_values_are_a_type_error_with_the_parameters_name(cuda: FakeCuda, 
         ({"shared_mem": [1]}, "shared_mem="),
         ({"shared_mem": True}, "shared_mem="),
         ({"stream": "side"}, "stream="),
-        ({"pdl": "junk"}, "pdl='junk': expected True or False"),
-        ({"pdl": 1}, "pdl="),
+        ({"pdl": "junk"}, "pdl must be True or False, got 'junk'"),
+        ({"pdl": 1}, "pdl must be True or False, got 1"),
         ({"args": None}, "args must be a tuple"),
     ],
 )
@@ -283,7 +283,7 @@ def test_macro_parameters_under_emulation() -> None:
         ({"stream": "junk"}, TypeError, "stream: expected"),
         ({"cluster": (2, 1, 1)}, ValueError, r"cluster=\(2, 1, 1\).*not emulated"),
         ({"cluster": "junk"}, TypeError, "cluster='junk'"),
-        ({"pdl": "junk"}, TypeError, "pdl='junk'"),
+        ({"pdl": "junk"}, TypeError, "pdl must be True or False, got 'junk'"),
         ({"shared_mem": True}, ValueError, "shared_mem=True"),
     ],
 )

@@ -134,7 +134,7 @@ def generate(
             top_logprobs=top_logprobs,
         )
     except (ValueError, TypeError) as error:
-        raise _bad_option(error) from None
+        raise typer.BadParameter(_of_options(error)) from None
     if (logprobs or top_logprobs) and not as_json:
         name = "--logprobs" if logprobs else "--top-logprobs"
         raise typer.BadParameter(f"{name} needs --json, which prints them")
@@ -164,9 +164,9 @@ def generate(
         typer.echo(completion.text)
 
 
-def _bad_option(error: Exception) -> typer.BadParameter:
-    """What SamplingParams says about a value, as of an option: none of them can be None."""
-    return typer.BadParameter(str(error).removeprefix("SamplingParams: ").replace(", or None for as many as fit", ""))
+def _of_options(error: Exception) -> str:
+    """What is said about sampling parameters, as of options of the command: none of these can be None."""
+    return str(error).removeprefix("SamplingParams: ").replace(" (None: as many as fit)", "")
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -207,8 +207,8 @@ def _run(
     what keeps a model from running shows in its first step."""
     try:
         stream = llm.stream(prompt, sampling)
-    except ValueError as error:  # no option is None
-        raise ValueError(str(error).replace(" (None: as many as fit)", "")) from error
+    except ValueError as error:
+        raise ValueError(_of_options(error)) from error
     with stream:
         if note:
             typer.echo(note, err=True)
@@ -283,7 +283,7 @@ def demo(
     try:
         sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=tokens, ignore_eos=True)
     except (ValueError, TypeError) as error:
-        raise _bad_option(error) from None
+        raise typer.BadParameter(_of_options(error)) from None
     llm = _load("demo", device="emulated" if emulate else device, dtype=dtype, max_num_seqs=1)
     if check and llm.model.device.kind == "cpu":  # it would be compared with itself
         raise ValueError(

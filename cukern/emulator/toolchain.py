@@ -219,7 +219,7 @@ def cached(name: str, build: Callable[[Path, Path], None]) -> Path:
     target = folder / name
     with cache.process_lock(folder / (name + ".lock")):
         if not _intact(target):
-            if os.environ.get("CUKERN_ASSERT_NO_COMPILE", "") not in ("", "0"):
+            if cache.compiling_forbidden():
                 raise CacheMissError(
                     f"{target} is missing and CUKERN_ASSERT_NO_COMPILE is set: run this once without it, emulated "
                     "kernels are compiled when they are first used"
@@ -261,9 +261,10 @@ def loaded(build: Callable[[], Path], load: Callable[[Path], Loaded]) -> Loaded:
         path = build()
         try:
             return load(path)
-        except OSError:
-            if path.exists():
-                raise
+        except OSError as error:  # that it is there now says nothing: another process may have built it again
+            failure = error
+    if path.exists():
+        raise failure
     raise ToolchainError(
         f"{path} was removed from the cache each time before it could be loaded: raise CUKERN_CACHE_MAX_MB, or give "
         "each process its own CUKERN_CACHE_DIR"

@@ -87,8 +87,8 @@ class LLM:
         cuda_graphs: bool = True,
         tokenizer: str | Path | Tokenizer | None = None,
     ) -> None:
+        from cukern.jit.launch import check_flag
         from cukern.models import Qwen3, resolve_checkpoint
-        from cukern.ops._arrays import check_flag
 
         for name, value in (
             ("max_num_seqs", max_num_seqs),

@@ -132,9 +132,7 @@ class SamplingParams:
         if self.seed is not None and not 0 <= _integer("seed", self.seed, "in [0, 2**63)") <= MAX_SEED:
             raise ValueError(f"SamplingParams: seed must be in [0, 2**63), got {self.seed!r}")
         if self.max_tokens is not None and _integer("max_tokens", self.max_tokens, ">= 0, or None") < 0:
-            raise ValueError(
-                f"SamplingParams: max_tokens must be >= 0, or None for as many as fit, got {self.max_tokens!r}"
-            )
+            raise ValueError(f"SamplingParams: max_tokens must be >= 0 (None: as many as fit), got {self.max_tokens!r}")
         object.__setattr__(self, "stop", self._stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", self._stop_ids(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", self._biases(self.logit_bias))

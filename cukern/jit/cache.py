@@ -91,6 +91,11 @@ def _chosen_folder(text: str) -> Path:
         raise ValueError(f"CUKERN_CACHE_DIR={text!r}: {error}") from None
 
 
+def compiling_forbidden() -> bool:
+    """``$CUKERN_ASSERT_NO_COMPILE``: what is not in the cache is an error."""
+    return os.environ.get("CUKERN_ASSERT_NO_COMPILE", "") not in ("", "0")
+
+
 def default_bound() -> int:
     """The largest size of the cache in bytes: ``$CUKERN_CACHE_MAX_MB`` megabytes, else 2 GiB.
 
@@ -149,7 +154,7 @@ class Cache:
         found = self.get(arch, key)
         if found is not None:
             return found
-        if os.environ.get("CUKERN_ASSERT_NO_COMPILE", "") not in ("", "0"):
+        if compiling_forbidden():
             raise CacheMissError(
                 f"{what} is not in the cache {self.folder} for {arch} and CUKERN_ASSERT_NO_COMPILE is set: "
                 "run 'cukern compile' first (Kernel.compile for a kernel of your own), or unset it"
@@ -337,7 +342,7 @@ def process_lock(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = filelock.FileLock(str(path), timeout=_LOCK_SECONDS)
         lock.acquire()
-    except (OSError, NotImplementedError):  # filelock.Timeout is an OSError
+    except (OSError, NotImplementedError):  # a time-out is the first, no file locks here the second
         lock = None
     try:
         yield

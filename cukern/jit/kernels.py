@@ -77,8 +77,8 @@ class Kernel:
             raise TypeError(f"name={name!r}: expected the kernel's name")
         if max_shared_mem is not None and not is_size(max_shared_mem):
             raise ValueError(f"max_shared_mem={max_shared_mem!r}: expected bytes as an int, 0 or more")
-        launch.check_flag(cooperative, "cooperative")
         self.name = name_expression(name, template)
+        launch.check_flag(f"kernel {self.name!r}", "cooperative", cooperative)
         self.cooperative = bool(cooperative)
         self.max_shared_mem = max_shared_mem
         self.source: Source = assemble(source, defines)
@@ -283,7 +283,7 @@ class Kernel:
         if cluster is not None:
             cluster = launch.dimensions(cluster, "cluster")
         if pdl is not True and pdl is not False:
-            launch.check_flag(pdl, "pdl")
+            launch.check_flag(f"kernel {self.name!r}", "pdl", pdl)
         pack = self._pack
         if pack is None:
             if self._for_emulator(args):

@@ -417,10 +417,10 @@ def attributes(cooperative: bool, cluster: tuple[int, int, int] | None, pdl: boo
     return out
 
 
-def check_flag(value: Any, what: str) -> None:
+def check_flag(function: str, name: str, value: Any) -> None:
     """Raise TypeError unless an option is True or False: "no" would count as True."""
     if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{what}={value!r}: expected True or False")
+        raise TypeError(f"{function}: {name} must be True or False, got {value!r}")
 
 
 def dimensions(value: Any, what: str) -> tuple[int, int, int]:

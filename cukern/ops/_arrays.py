@@ -29,7 +29,6 @@ __all__ = [
     "broadcast_rows",
     "check_apart",
     "check_dtype",
-    "check_flag",
     "check_out",
     "check_shape",
     "contiguous",
@@ -176,12 +175,6 @@ def check_shape(function: str, name: str, array: Array, shape: Sequence[int | No
     if len(array.shape) != len(shape) or any(w is not None and g != w for g, w in zip(array.shape, shape)):
         want = ", ".join("any" if s is None else str(s) for s in shape)
         raise ValueError(f"{function}: {name} has shape {tuple(array.shape)}, expected ({want})")
-
-
-def check_flag(function: str, name: str, value: Any) -> None:
-    """Raise TypeError unless an option is True or False: "no" would count as True."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{function}: {name} must be True or False, got {value!r}")
 
 
 def contiguous(array: Array, place: Place) -> Array:

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from cukern.jit import Kernel, device, kernel
+from cukern.jit.launch import check_flag
 from cukern.ops._arrays import (
     CTYPES,
     FLOAT32,
     Array,
     Place,
     check_apart,
-    check_flag,
     check_out,
     check_shape,
     place_arrays,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cukern.jit import Kernel, device, kernel
+from cukern.jit.launch import check_flag
 from cukern.jit.tensor_map import heads_map
 from cukern.ops import _attention_sm90
 from cukern.ops._arrays import (
@@ -14,7 +15,6 @@ from cukern.ops._arrays import (
     Array,
     Place,
     check_dtype,
-    check_flag,
     check_out,
     check_shape,
     place_arrays,

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cukern.jit import registry
+from cukern.jit.launch import check_flag
 from cukern.ops import _linear_sm90
 from cukern.ops import _linear_variants as variants
 from cukern.ops._arrays import (
@@ -21,7 +22,6 @@ from cukern.ops._arrays import (
     as_rows,
     check_apart,
     check_dtype,
-    check_flag,
     check_out,
     check_shape,
     contiguous,

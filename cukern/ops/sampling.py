@@ -10,7 +10,8 @@ import numpy as np
 
 from cukern import reference
 from cukern.jit import kernel
-from cukern.ops._arrays import CTYPES, FLOAT32, Array, Place, check_flag, check_shape, contiguous, place_arrays
+from cukern.jit.launch import check_flag
+from cukern.ops._arrays import CTYPES, FLOAT32, Array, Place, check_shape, contiguous, place_arrays
 from cukern.ops._rows import FLOATS, Variant, ceil_div
 from cukern.ops._vocab import (
     LOG2E,
