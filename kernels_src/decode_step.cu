@@ -13,6 +13,7 @@
 //           (see Link): qkv T [ROWS, (Hq + 2 Hkv) D], attended T [ROWS, Hq D], gated T [ROWS, I], the residual stream behind
 //           attention and behind the MLP, float [ROWS, H] each; parts of attention with their statistics.
 //           layers: one entry of LayerPointers a layer. state: [0] the barrier's counter, [1 + block] launches so far.
+//           value_map: of v_cache, for decode/values.cuh, or null.
 // Bound     bytes of all weights, and of the keys and values of the sequences
 // Launch    cooperative, gridDim.x = blocks that fit (one a multiprocessor), 512 threads, dynamic shared memory SHARED_BYTES
 // Numerics  the bits of every result are those of the operators called one after another (docs/numerics.md)
@@ -129,9 +130,9 @@ __global__ void __launch_bounds__(THREADS, 1)
                 const LayerPointers *layers, const unsigned char *weights, const T *embedding, const T *head,
                 const float *final_norm, const float *rope, T *k_cache, T *v_cache, u64 *qkv, u64 *attended,
                 u64 *after_attention, u64 *gated, u64 *after_mlp, u64 *part_words, float *part_acc, float *part_stats,
-                float *logits, u64 *state, u32 *stamps, i64 rope_length, int max_blocks, int page_shift, int num_blocks,
-                int max_chunks, float eps, float c) {
-  extern __shared__ __align__(128) unsigned char shared[];
+                float *logits, u64 *state, u32 *stamps, const TensorMap *value_map, i64 rope_length, int max_blocks,
+                int page_shift, int num_blocks, int max_chunks, float eps, float c) {
+  extern __shared__ __align__(1024) unsigned char shared[];
   T *const zeros = reinterpret_cast<T *>(shared + Shared::zeros), *const x = reinterpret_cast<T *>(shared + Shared::x);
   float *const partial = reinterpret_cast<float *>(shared + Shared::partial);
   float *const own = reinterpret_cast<float *>(shared + Shared::own);
@@ -160,13 +161,18 @@ __global__ void __launch_bounds__(THREADS, 1)
   };
 
   Attention<T> attention{shared, rows, tables, max_blocks, page_shift, num_blocks, max_chunks, eps, c, part_acc, part_stats,
-                         part_words, Link{attended, 0}, Link{qkv, 0}, plan};
+                         part_words, Link{attended, 0}, Link{qkv, 0}, plan,
+                         ValueCopies{shared, plan, value_map, page_shift, num_blocks}};
+  const ValueCopies &copies = attention.copies;
+  const bool last_warp = threadIdx.x >= THREADS - 32;
+  if (threadIdx.x == 0) copies.start();
   attention.choose();
   auto layer_cache = [&](int layer) { return LayerCache<T>{k_cache, v_cache, layer, num_blocks, page_shift}; };
   auto fetch_first_item = [&](int layer) {
     stream.issued = 0;
     if (attention.alone()) return WarpAttention<T>(attention).start(layer_cache(layer));
-    if (attention.item_count() == 0) return cp_async_commit();
+    if (layer == 0 && last_warp) copies.ask(0, 0, ValueCopies::Count);
+    if (attention.item_count() == 0 || copies.used(Attention<T>::team())) return cp_async_commit();
     const Item item = attention.first();
     const int first_pages = attention.first_pages();
     attention.copy_values(item, first_pages, layer_cache(layer).values());
@@ -178,7 +184,9 @@ __global__ void __launch_bounds__(THREADS, 1)
     norm_rows<decltype(product)::value>(x, groups, norm, eps,
                                         [&](Vec<float, 4>(&v)[NORM_STEPS], int row, int column, bool wanted) {
       if (layer > 0) {
+        if (BY_ENGINE && decltype(product)::value == QKV && threadIdx.x >> 5 == NORM_WARPS) copies.ask_in_turns(layer);
         link.receive_floats<HIDDEN>(v, row, column, wanted);
+        if (decltype(product)::value == QKV && threadIdx.x == 0) copies.rows_have_come();
       } else {
         const int id = rows[row].embedding;
 #pragma unroll
@@ -206,7 +214,10 @@ __global__ void __launch_bounds__(THREADS, 1)
     MARKS_OF(layer);
     MARK(plan, 0);
     if (layer > 0) meet();
-    if (plan.units[QKV] > 0) norm_from(IntTag<QKV>{}, layer, Link{after_mlp, tag}, 1);
+    if (plan.units[QKV] > 0)
+      norm_from(IntTag<QKV>{}, layer, Link{after_mlp, tag}, 1);
+    else if (layer > 0 && last_warp)
+      copies.ask(layer, ValueCopies::BehindO, ValueCopies::Count);
     ++tag;
     MARK(plan, 2);
     attention.qkv.tag = attention.out.tag = tag;
@@ -256,7 +267,8 @@ __global__ void __launch_bounds__(THREADS, 1)
               if (!PAIRS || attention.couples() || stream.due != O || more) return 0;
               stream.template fill_unit<1>();  // where every block computes heads, the next exchange is far away
               return PAIR_CHUNKS;
-            });
+            },
+            [&]() { if (left == item_count) copies.wait(Attention<T>::team(), layer); });
         queries_there = next.row == item.row && next.kv_head == item.kv_head;
         item = next;
         next = behind;
@@ -274,6 +286,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         __syncthreads();  // the values may be overwritten
         meet_senders();
         merge_received(attention, *reinterpret_cast<ReceivedParts *>(shared + Shared::kv));
+        copies.release();
       } else {
         barrier.arrive();
         barrier.wait();
@@ -296,6 +309,10 @@ __global__ void __launch_bounds__(THREADS, 1)
       MARK(plan, 23);
       __syncthreads();
     }
+    const bool values_next = BY_ENGINE && layer + 1 < LAYERS;
+    // By a warp without a unit, if there is one.
+    if (values_next && plan.units[O] > 0 && unit == min(plan.units[O], STREAMS - 1))
+      copies.ask(layer + 1, 0, ValueCopies::WithRows);
     MARK(plan, 24);
     const int own_column = plan.first[O] * 8;
     multiply<O>(stream, unit, x, zeros, partial, ahead,
@@ -306,6 +323,9 @@ __global__ void __launch_bounds__(THREADS, 1)
     meet();
 
     // ---- 4: gate and up
+    // A block without a part of the output product had no barrier behind its merge before.
+    if (values_next && last_warp)
+      copies.ask(layer + 1, plan.units[O] > 0 ? ValueCopies::WithRows : 0, ValueCopies::BehindO);
     ahead.template load<GATE_UP>(stream, unit);
     if (plan.units[GATE_UP] > 0) norm_from(IntTag<GATE_UP>{}, LAYERS, Link{after_attention, tag}, 32);
     MARK(plan, 33);

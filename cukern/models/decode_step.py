@@ -37,6 +37,9 @@ _DEEP_RINGS = ((128, 7, False, 2), (128, 4, True, 2), (128, 4, True, 1), (64, 2,
 _MOST_SLOTS, _MOST_DIRECT_SLOTS, _MOST_DEEP_SLOTS = 8, 4, 16  # direct: see PAIRS of kernels_src/decode/shape.cuh
 _MOST_DIRECT_ROWS = 2
 _ANY_CONTEXT = 1 << 30
+# Tokens up to which values are copied by the threads alone. H200, us a token of 0.6B without and with the copy engine:
+# 512 tokens 516 and 541, 1,024 512 and 537, 2,048 556 and 559, 3,300 576 and 572, 4,096 585 and 569, 8,192 758 and 751.
+_SHORT_FOR_THE_ENGINE = 2048
 _ALONE = {"teams": 0, "warps": 1, "either": 2}
 _PART_PADDING = 8  # PART_WORDS of kernels_src/decode/shape.cuh
 
@@ -69,6 +72,8 @@ class Layout:
         Whose work an item of attention is: a team's of warps, which is quicker where there are few, or a single warp's;
         "either" as the lengths of a step say. The bits are the same; a kernel with one of the two alone is quicker by 1
         to 2 %.
+    value_map : bool
+        Values of whole chunks may come by the copy engine: one sequence of many chunks, compute capability 9.0 and up.
     shared_bytes : int
         Dynamic shared memory of a block.
     """
@@ -84,6 +89,7 @@ class Layout:
     teams: int
     overlay: bool
     attention: str
+    value_map: bool
     shared_bytes: int
 
 
@@ -100,7 +106,12 @@ def _products(config: Qwen3Config) -> dict[str, tuple[int, int]]:
 
 
 def plan_layout(
-    config: Qwen3Config, batch: int, blocks: int, max_shared_mem: int, contexts: tuple[int, int] = (1, _ANY_CONTEXT)
+    config: Qwen3Config,
+    batch: int,
+    blocks: int,
+    max_shared_mem: int,
+    contexts: tuple[int, int] = (1, _ANY_CONTEXT),
+    copy_engine: bool = False,
 ) -> Layout | str:
     """Choose how to run a model and batch, or say in one clause why it cannot be run this way.
 
@@ -115,6 +126,8 @@ def plan_layout(
         Bytes of shared memory that a block can have.
     contexts : (int, int)
         Fewest and most tokens of the longest sequence of a step. Others than expected give the same results.
+    copy_engine : bool
+        Whether the device has one (TMA, compute capability 9.0 and up), see `Layout.value_map`.
 
     Returns
     -------
@@ -154,8 +167,11 @@ def plan_layout(
         if slots >= fewest:
             attention = _attention(c, rows, blocks, teams, contexts)
             size = fixed + slots * slot
+            # What kernels_src/decode/values.cuh wants; it uses the engine where segments are multiplied in pairs.
+            whole = rows == 1 and streams == _WARPS and teams == 2 and not overlay and c.head_dim % 64 == 0
+            engine = copy_engine and whole and attention == "teams" and contexts[0] > _SHORT_FOR_THE_ENGINE
             return Layout(
-                rows, blocks, streams, ring_k, slots, partials, owned, direct, teams, overlay, attention, size
+                rows, blocks, streams, ring_k, slots, partials, owned, direct, teams, overlay, attention, engine, size
             )
     need = fixed + fewest * slot
     return f"a batch of {batch}: it takes {need} bytes of shared memory a block, there are {max_shared_mem}"
@@ -188,7 +204,7 @@ def _fixed_bytes(c: Qwen3Config, rows: int, partials: int, owned: int, overlay: 
     kv = max(teams * ATTN_CHUNK * c.head_dim * 2, _MERGE_BYTES)
     attention = teams * _team_bytes(c)
     state = (partials + owned) * rows * 32 + rows * 32 + rows * c.head_dim * 4 + rows * 32
-    plan = c.num_hidden_layers * 80 + 8 + 16 * 4
+    plan = c.num_hidden_layers * 80 + 8 + 24 + 18 * 4
     return 16 + (max(x, kv) if overlay else x + kv) + attention + state + plan
 
 
@@ -309,6 +325,7 @@ class DecodeStep:
         )
         self.logits = self._logits[:max_batch]
         self._pointers, self._memory = self._pointer_table()
+        self._value_map = self._map_of_values() if layout.value_map else None
         self._kernel = jit.kernel(
             "decode_step.cu", "decode_step", (CTYPES[half],), kernel_defines(c, layout, profile), cooperative=True
         )
@@ -339,6 +356,25 @@ class DecodeStep:
                     addresses[i, j] = base + at
                     at += -(-array.nbytes // 256) * 256
         return addresses, memory
+
+    def _map_of_values(self) -> Array:
+        """The tensor map of the value cache: boxes of 16 keys of a head, pages of all layers one after another."""
+        from ..jit.tensor_map import heads_map
+
+        c, cache = self.model.config, self.cache
+        page, heads, size = cache.block_size, c.num_key_value_heads, c.head_dim
+        with self.model.device.context():
+            found = heads_map(
+                int(cache.v.data.ptr),
+                c.num_hidden_layers * cache.num_blocks,
+                page,
+                heads,
+                size,
+                (heads * page * size, size, page * size),
+                16,
+                size // 64,
+            )
+        return self.model.device.put(np.frombuffer(found, np.uint8))
 
     def load(self, batch: ForwardBatch) -> None:
         """Copy a decode batch into the input arrays; the rows behind it become unused ones.
@@ -404,6 +440,7 @@ class DecodeStep:
                     self._logits,
                     self._state,
                     self.stamps,
+                    self._value_map,
                     int(m.rope_table.shape[0]),
                     int(rows["block_tables"].shape[1]),
                     cache.block_size.bit_length() - 1,
@@ -434,9 +471,10 @@ def _plan(
         info = jit.device()
     count = info.sm_count if blocks is None else blocks
     limit = info.max_shared_mem if max_shared_mem is None else max_shared_mem
+    engine = model.device.kind == "cuda" and info.capability >= (9, 0)
     if not profile:
-        return count, plan_layout(model.config, batch, count, limit, contexts)
-    layout = plan_layout(model.config, batch, count, limit - _PROFILE_BYTES, contexts)
+        return count, plan_layout(model.config, batch, count, limit, contexts, engine)
+    layout = plan_layout(model.config, batch, count, limit - _PROFILE_BYTES, contexts, engine)
     if isinstance(layout, Layout):
         layout = replace(layout, shared_bytes=layout.shared_bytes + _PROFILE_BYTES)
     return count, layout
@@ -465,6 +503,7 @@ def kernel_defines(config: Qwen3Config, layout: Layout, profile: bool = False) -
         "DIRECT": int(layout.direct),
         "ATTENTION_TEAMS": layout.teams,
         "ATTENTION_ALONE": _ALONE[layout.attention],
+        "VALUE_MAP": int(layout.value_map),
         "OVERLAY": int(layout.overlay),
         "SHARED_BYTES": layout.shared_bytes,
         "PROFILE": int(profile),
@@ -474,16 +513,16 @@ def kernel_defines(config: Qwen3Config, layout: Layout, profile: bool = False) -
     return defines
 
 
-# Architecture, multiprocessors and KB of shared memory of a block: a typical GPU of each.
+# Architecture, multiprocessors, KB of shared memory of a block, copy engine: a typical GPU of each.
 _TARGETS = (
-    ("sm_80", 108, 163),
-    ("sm_86", 84, 99),
-    ("sm_89", 128, 99),
-    ("sm_90a", 132, 227),
-    ("sm_100a", 148, 227),
-    ("sm_120a", 170, 99),
+    ("sm_80", 108, 163, False),
+    ("sm_86", 84, 99, False),
+    ("sm_89", 128, 99, False),
+    ("sm_90a", 132, 227, True),
+    ("sm_100a", 148, 227, True),
+    ("sm_120a", 170, 99, True),
 )
-_CONTEXTS = ((1, 256), (256, 40960), (32768, 40960))
+_CONTEXTS = ((1, 256), (4096, 8192), (256, 40960), (32768, 40960))
 
 
 def kernel_variants() -> list[tuple[str, str, tuple[str], dict[str, int], tuple[str, ...]]]:
@@ -495,9 +534,9 @@ def kernel_variants() -> list[tuple[str, str, tuple[str], dict[str, int], tuple[
     from ..testing.checkpoints import QWEN3_SHAPES
 
     found: list[tuple[str, str, tuple[str], dict[str, int], tuple[str, ...]]] = []
-    for arch, multiprocessors, shared_kb in _TARGETS:
+    for arch, multiprocessors, shared_kb, engine in _TARGETS:
         shape = QWEN3_SHAPES["0.6B"]
-        layouts = [plan_layout(shape, 1, multiprocessors, shared_kb << 10, contexts) for contexts in _CONTEXTS]
+        layouts = [plan_layout(shape, 1, multiprocessors, shared_kb << 10, contexts, engine) for contexts in _CONTEXTS]
         for layout in dict.fromkeys(layouts):
             if isinstance(layout, Layout):
                 defines = kernel_defines(shape, layout)

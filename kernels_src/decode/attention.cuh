@@ -11,6 +11,7 @@
 #include "common/kv_tile.cuh"
 #include "common/paged.cuh"
 #include "decode/rows.cuh"
+#include "decode/values.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/named_barrier.cuh"
 
@@ -44,6 +45,7 @@ template <class T> struct Attention {
   Link out;                      // T [ROWS, Q_SIZE]
   Link qkv;                      // T [ROWS, QKV_SIZE]
   const Plan &plan;
+  ValueCopies copies;
 
   // Kept in shared memory, registers are scarce. No sequence has more chunks than there are teams: nothing is left to merge.
   __device__ __forceinline__ bool couples() const { return ALONE != 1 && plan.couples != 0; }
@@ -78,6 +80,7 @@ template <class T> struct Attention {
       Plan &state = const_cast<Plan &>(plan);
       state.couples = couples;
       state.alone = alone;
+      state.by_engine[0] = state.by_engine[1] = 0;
     }
     __syncthreads();
     if (alone) {
@@ -116,6 +119,10 @@ template <class T> struct Attention {
       const bool known = i.chunk * KEYS + key < rows[i.row].length && (u32)block < (u32)num_blocks;
       mine<int>(TeamShared::first_pages)[self] = pages;
       mine<int>(TeamShared::first_keys)[self] = known ? (int)(cache_row(i, block, key) / HEAD_DIM) : -1;
+      if constexpr (BY_ENGINE) {
+        const bool whole = __all_sync(0xffffffffu, known) && item_count > 0 && !couples && !is_last(i);
+        if (self == 0) const_cast<Plan &>(plan).by_engine[team()] = whole;
+      }
     }
     __syncthreads();
   }
@@ -176,13 +183,13 @@ template <class T> struct Attention {
     constexpr int Step = TEAM_THREADS / Pieces;  // rows of a turn
     if constexpr (TEAM_THREADS % Pieces == 0 && Step % 8 == 0) {  // a thread stays in its column
       const int row = self / Pieces, piece = self % Pieces;
-      T *const to = tile + RowTile<HEAD_DIM>::at(row, piece);
+      T *const to = tile + value_at(row, piece);
 #pragma unroll
       for (int turn = 0; turn < KEYS / Step; ++turn) copy(to + turn * Step * HEAD_DIM, row + turn * Step, piece);
     } else {
 #pragma unroll 2
       for (int n = self; n < KEYS * Pieces; n += TEAM_THREADS)
-        copy(tile + RowTile<HEAD_DIM>::at(n / Pieces, n % Pieces), n / Pieces, n % Pieces);
+        copy(tile + value_at(n / Pieces, n % Pieces), n / Pieces, n % Pieces);
     }
     cp_async_commit();
   }
@@ -291,7 +298,7 @@ template <class T> struct Attention {
         const int to = at + half * Half, key_row = rows[i.row].length - 1 - i.chunk * KEYS;
         const int bytes = query ? own_bytes(TeamShared::q) + query_place(head, to) * 2
                           : key ? own_bytes(TeamShared::new_key) + to * 2
-                                : Shared::kv + (team() * KEYS * HEAD_DIM + RowTile<HEAD_DIM>::at(key_row, to / 8) + to % 8) * 2;
+                                : Shared::kv + (team() * KEYS * HEAD_DIM + value_at(key_row, to / 8) + to % 8) * 2;
         places |= (u32)bytes / 4 << 16 * half;
       }
       opaque(places);
@@ -343,13 +350,14 @@ template <class T> struct Attention {
     return RowTile<HEAD_DIM>::at(row, element / 16 * 2 + (element / 2 & 1)) + ((element / 8 & 1) + (element / 4 & 1) * 2) * 2;
   }
 
-  // One item of this team. The copies of its values are committed, `later` ring fills ago (fill_ring may add to them).
+  // One item of this team. The copies of its values are committed, `later` ring fills ago (fill_ring may add to them), or
+  // the copy engine brings them: `values_there` waits for that.
   // `next_keys` and `next_values` are called as soon as their places are free; `more`: whether they ask for anything.
   // `fill_ring`: when the heads have come, since memory has nothing to do while they are computed with.
-  template <class NextKeys, class NextValues, class FillRing>
+  template <class NextKeys, class NextValues, class FillRing, class ValuesThere>
   __device__ __forceinline__ void attend(const Item &i, Keys &keys, int later, bool queries_there, bool more, T *k_cache,
                                          T *v_cache, const NextKeys &next_keys, const NextValues &next_values,
-                                         const FillRing &fill_ring) const {
+                                         const FillRing &fill_ring, const ValuesThere &values_there) const {
     constexpr int Halves = GROUP > 8 ? 2 : 1;  // rows 8 to 15 of the tile
     const int self = team_thread();
     const int lane = self & 31, warp = self >> 5;
@@ -443,12 +451,13 @@ template <class T> struct Attention {
       }
     }
     wait_behind(later);
+    values_there();
     team_barrier();  // p, the sums and the values are there
     MARK(plan, 17);
 
     // P V: a warp takes all keys for 16 columns.
     float acc[2][4] = {};
-    const T *const values = this->values();
+    const T *const values = this->values() + value_at(lane & 15, 2 * warp + (lane >> 4));  // see value_lane
     if (HEAD_DIM == 16 * TEAM_WARPS || warp < HEAD_DIM / 16) {
 #pragma unroll
       for (int tile = 0; tile < KEYS / KEY_TILE; ++tile) {
@@ -467,7 +476,7 @@ template <class T> struct Attention {
         for (int j = tile * (KEY_TILE / 16); j < (tile + 1) * (KEY_TILE / 16); ++j) {
           u32 a[4], f[4];
           ldmatrix_x4(a, p + fragment_at<KEYS>(a_lane<KEYS>(), 0, j));
-          ldmatrix_x4_trans(f, values + fragment_at<HEAD_DIM>(value_lane<HEAD_DIM>(), j * 16, warp));
+          ldmatrix_x4_trans(f, values + j * 16 * HEAD_DIM);
           mma_m16n8k16<T>(acc[0], a, f[0], f[1]);
           mma_m16n8k16<T>(acc[1], a, f[2], f[3]);
         }

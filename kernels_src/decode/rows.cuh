@@ -5,6 +5,7 @@
 #include "decode/product.cuh"
 
 constexpr int NORM_STEPS = ceil_div(HIDDEN, 1024);
+constexpr int NORM_WARPS = 8;  // of a row; where there is one row alone, the others have nothing to do in a norm
 
 // This thread's norm weights. Those of one step are loaded before the rows are there; more would take too many registers.
 struct NormWeights {

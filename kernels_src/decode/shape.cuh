@@ -10,6 +10,7 @@
 //   BLOCKS         gridDim.x; ATTENTION_TEAMS: 1 or 2, see decode/attention.cuh
 //   ATTENTION_ALONE  0: attention is the work of teams, 1: of single warps, 2: of what suits the lengths of a step; the bits
 //                  are the same, a kernel with one of the two is shorter and so 1 to 2 % faster
+//   VALUE_MAP      values may come by the copy engine, see decode/values.cuh
 //   DIRECT         results go from block to block as tagged words (ptx/exchange.cuh) instead of through a grid barrier:
 //                  a shorter way, but twice the bytes, and every block reads nearly all of them; for few rows
 #pragma once
@@ -120,8 +121,10 @@ struct LayerPointers {
 struct Plan {
   LayerPointers layers[LAYERS];
   u64 head;
+  u64 values_there[2], rows_there;   // mbarriers, see decode/values.cuh
   int first[5], units[5], dealt[5];  // tiles, units, and what goes to streams in turn: units or runs of them
   short couples, alone;              // see decode/attention.cuh
+  short by_engine[2];                // whether a team's first values come by the copy engine
 #if PROFILE
   u32 *marks[WARPS];  // where each warp writes its clock, [MARKS][WARPS] of the layer
 #endif
@@ -170,13 +173,15 @@ constexpr int ALONE = ATTENTION_ALONE;
 static_assert(ALONE == 0 || (TEAMS == 2 && GROUP <= 8 && WarpShared::bytes <= TEAMS * TeamShared::bytes),
               "decode_step.py lets single warps attend where they have no room for it");
 
-// Byte offsets. With OVERLAY the values lie over x, and are fetched only when the product before is done.
+// Byte offsets. With OVERLAY the values lie over x, and are fetched only when the product before is done; else behind the
+// rings, at a multiple of 1,024 bytes, which the swizzle of the copy engine wants.
 struct Shared {
   static constexpr int ring = 0;
-  static constexpr int zeros = ring + STREAMS * RING_SLOTS * RING_ELEMENTS * 2;
+  static constexpr int ring_end = ring + STREAMS * RING_SLOTS * RING_ELEMENTS * 2;
+  static constexpr int zeros = OVERLAY ? ring_end : ring_end + KV_BYTES;
   static constexpr int x = zeros + 16;
-  static constexpr int kv = OVERLAY ? x : x + X_BYTES;
-  static constexpr int teams = OVERLAY ? x + larger(X_BYTES, KV_BYTES) : kv + KV_BYTES;
+  static constexpr int kv = OVERLAY ? x : ring_end;
+  static constexpr int teams = x + (OVERLAY ? larger(X_BYTES, KV_BYTES) : X_BYTES);
   static constexpr int partial = teams + TEAMS * TeamShared::bytes;
   static constexpr int own = partial + PARTIALS * ROWS * 32;
   static constexpr int groups = own + OWNED * ROWS * 32;
@@ -185,5 +190,6 @@ struct Shared {
   static constexpr int plan = rows + ROWS * (int)sizeof(RowState);
   static constexpr int bytes = plan + (int)sizeof(Plan);
 };
+static_assert(OVERLAY || Shared::kv % 1024 == 0, "alignment of the values");
 static_assert(Shared::x % 16 == 0 && X_BYTES % 16 == 0 && KV_BYTES % 16 == 0 && sizeof(RowState) == 32, "alignment");
 static_assert(Shared::bytes <= SHARED_BYTES, "decode_step.py asks for too little shared memory");

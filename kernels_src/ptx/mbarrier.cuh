@@ -56,7 +56,20 @@ __device__ __forceinline__ void mbarrier_wait(u64 *barrier, u32 parity) {
   }
 }
 
-// The same for a warp that has time: it sleeps until the phase is complete (or a millisecond is over, then again), where
+// Whether the phase of that parity is complete, without waiting.
+__device__ __forceinline__ bool mbarrier_passed(u64 *barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+// Waiting for a warp that has time: it sleeps until the phase is complete (or a millisecond is over, then again), where
 // mbarrier_wait asks again and again and takes issue slots and power from the warps that compute.
 __device__ __forceinline__ void mbarrier_sleep(u64 *barrier, u32 parity) {
   u32 done;

@@ -9,6 +9,11 @@ struct __align__(64) TensorMap {
   u64 opaque[16];
 };
 
+// Of a map in global memory that a copy from the host has written, before its use in this block.
+__device__ __forceinline__ void acquire_tensor_map(const TensorMap *map) {
+  asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
+}
+
 __device__ __forceinline__ void prefetch_tensor_map(const TensorMap *map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

@@ -573,14 +573,20 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "decode/attention.cuh",
         "values read before they have landed",
-        "    wait_behind(later);\n    team_barrier();",
-        "    team_barrier();",
+        "    wait_behind(later);\n    values_there();",
+        "    values_there();",
     ),
     Mutant(
         "decode/attention.cuh",
         "missing barrier after the new key",
         "      MARK(plan, 12);\n      team_barrier();",
         "      MARK(plan, 12);",
+    ),
+    Mutant(
+        "decode/attention.cuh",
+        "values of the wrong columns",
+        "value_at(lane & 15, 2 * warp + (lane >> 4));",
+        "value_at(lane & 15, 2 * warp);",
     ),
     Mutant("decode/attention.cuh", "key norm for queries", "(query ? 0 : HEAD_DIM)", "HEAD_DIM"),
     Mutant(
