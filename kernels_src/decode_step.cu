@@ -13,7 +13,7 @@
 //           (see Link): qkv T [ROWS, (Hq + 2 Hkv) D], attended T [ROWS, Hq D], gated T [ROWS, I], the residual stream behind
 //           attention and behind the MLP, float [ROWS, H] each; parts of attention with their statistics.
 //           layers: one entry of LayerPointers a layer. state: [0] the barrier's counter, [1 + block] launches so far.
-//           value_map: of v_cache, for decode/values.cuh, or null.
+//           value_map: tensor map of v_cache, for decode/values.cuh, or null.
 // Bound     bytes of all weights, and of the keys and values of the sequences
 // Launch    cooperative, gridDim.x = blocks that fit (one a multiprocessor), 512 threads, dynamic shared memory SHARED_BYTES
 // Numerics  the bits of every result are those of the operators called one after another (docs/numerics.md)
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     if (plan.units[QKV] > 0)
       norm_from(IntTag<QKV>{}, layer, Link{after_mlp, tag}, 1);
     else if (layer > 0 && last_warp)
-      copies.ask(layer, ValueCopies::BehindO, ValueCopies::Count);
+      copies.ask(layer, ValueCopies::EndBehindO, ValueCopies::Count);
     ++tag;
     MARK(plan, 2);
     attention.qkv.tag = attention.out.tag = tag;
@@ -312,7 +312,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     const bool values_next = BY_ENGINE && layer + 1 < LAYERS;
     // By a warp without a unit, if there is one.
     if (values_next && plan.units[O] > 0 && unit == min(plan.units[O], STREAMS - 1))
-      copies.ask(layer + 1, 0, ValueCopies::WithRows);
+      copies.ask(layer + 1, 0, ValueCopies::EndWithRows);
     MARK(plan, 24);
     const int own_column = plan.first[O] * 8;
     multiply<O>(stream, unit, x, zeros, partial, ahead,
@@ -325,7 +325,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     // ---- 4: gate and up
     // A block without a part of the output product had no barrier behind its merge before.
     if (values_next && last_warp)
-      copies.ask(layer + 1, plan.units[O] > 0 ? ValueCopies::WithRows : 0, ValueCopies::BehindO);
+      copies.ask(layer + 1, plan.units[O] > 0 ? ValueCopies::EndWithRows : 0, ValueCopies::EndBehindO);
     ahead.template load<GATE_UP>(stream, unit);
     if (plan.units[GATE_UP] > 0) norm_from(IntTag<GATE_UP>{}, LAYERS, Link{after_attention, tag}, 32);
     MARK(plan, 33);

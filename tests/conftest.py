@@ -50,6 +50,16 @@ def ctrl_c() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(scope="module", params=["float16", "bfloat16"])
+def large_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Four layers of the 0.6B shape, on a GPU."""
+    from cukern.models import Qwen3
+    from cukern.testing.checkpoints import make_checkpoint
+
+    folder = make_checkpoint(tmp_path_factory.mktemp("0.6B"), "0.6B", request.param, num_hidden_layers=4)
+    return Qwen3.from_pretrained(folder, device="cuda", max_positions=16384)
+
+
 class Backend:
     """Moves arrays to where an operator under test runs, and back."""
 

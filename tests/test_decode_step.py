@@ -198,22 +198,6 @@ def test_attention_by_context() -> None:
     assert attention(16, 1, 256) == "teams"  # couples, however many
 
 
-def test_values_by_context() -> None:
-    def engine(fewest: int, most: int, rows: int = 1, name: str = "0.6B", copy_engine: bool = True) -> bool:
-        layout = plan_layout(QWEN3_SHAPES[name], rows, 132, 227 << 10, (fewest, most), copy_engine)
-        assert isinstance(layout, Layout)
-        return layout.value_map
-
-    assert engine(2049, 8192)
-    assert engine(4033, 8448)
-    assert not engine(2048, 8192)  # slower
-    assert not engine(2049, 8449)  # single warps may attend
-    assert not engine(2049, 4096, rows=2)  # no warp is idle in a norm
-    assert not engine(2049, 8192, name="4B")  # few streams
-    assert not engine(2049, 8192, copy_engine=False)
-    assert not engine(2049, 8192, name="8B")  # values lie over x
-
-
 def test_parts_are_counted_in_32_bits() -> None:
     scene = Scene(model_of("hd128-fp16"), (5,))
     with pytest.raises(
@@ -552,13 +536,6 @@ def test_compiles_without_spills(
 # ---- on a GPU
 
 
-@pytest.fixture(scope="module", params=["float16", "bfloat16"])
-def large_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Qwen3:
-    """Four layers of the 0.6B shape."""
-    folder = make_checkpoint(tmp_path_factory.mktemp("0.6B"), "0.6B", request.param, num_hidden_layers=4)
-    return Qwen3.from_pretrained(folder, device="cuda", max_positions=16384)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "lengths",
@@ -586,35 +563,6 @@ def test_values_over_rows_of_x(large_model: Qwen3, lengths: tuple[int, ...], sha
     want = scene.expected(2)
     for _ in range(5):
         assert_same(scene, scene.stepped(None, 2, max_shared_mem=shared_kb << 10), want)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("block_size", [16, 64, 256])
-@pytest.mark.parametrize("length", [2049, 4096, 6000])
-def test_values_by_the_copy_engine(large_model: Qwen3, length: int, block_size: int) -> None:
-    """Teams of one item and of several; first items that the engine brings, and the last chunk, which it does not."""
-    if cukern.jit.device().capability < (9, 0):
-        pytest.skip("needs compute capability 9.0")
-    scene = Scene(large_model, (length,), block_size=block_size)
-    want = scene.expected(2)
-    assert DecodeStep(large_model, scene.cache(), 1, scene.width, min_context=length).layout.value_map
-    for blocks in (None, None, None, 40):  # 40: too few for pairs of segments, so without the engine
-        assert_same(scene, scene.stepped(blocks, 2, width=scene.width, min_context=length), want)
-
-
-@pytest.mark.gpu
-def test_values_of_a_block_that_does_not_exist(large_model: Qwen3) -> None:
-    """The copy engine would read beside the cache: the team copies by itself."""
-    import cupy
-
-    scene = Scene(large_model, (3000,))
-    scene.tables[0, 40] = 1 << 20
-    cache, other = scene.cache(), scene.cache()
-    step = DecodeStep(large_model, cache, 1, scene.width, min_context=3000)
-    step.load(scene.batch())
-    got, want = (cupy.asnumpy(x) for x in (step.run(), large_model.forward(scene.batch(), other)))
-    assert np.isnan(want).all()
-    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
 
 
 @pytest.mark.gpu

@@ -28,7 +28,7 @@ _BANDWIDTH = 4.8e12
 _PAGE = 16
 _CASES = [(1, 127), (1, 128), (1, 1024), (1, 4096), (1, 32768)]
 _CASES += [(batch, context) for context in (128, 1024) for batch in (2, 4, 8, 16)]
-_CHECKS = [(1, 127), (1, 128), (1, 2000), (1, 20000), (2, 300), (3, 200), (4, 3000), (8, 128), (16, 40)]
+_CHECKS = [(1, 127), (1, 128), (1, 2000), (1, 5000), (1, 20000), (2, 300), (3, 200), (4, 3000), (8, 128), (16, 40)]
 
 
 def make_batch(cupy: Any, model: Qwen3, batch: int, context: int, seed: int = 0) -> tuple[ForwardBatch, PagedKVCache]:

@@ -37,7 +37,7 @@ _DEEP_RINGS = ((128, 7, False, 2), (128, 4, True, 2), (128, 4, True, 1), (64, 2,
 _MOST_SLOTS, _MOST_DIRECT_SLOTS, _MOST_DEEP_SLOTS = 8, 4, 16  # direct: see PAIRS of kernels_src/decode/shape.cuh
 _MOST_DIRECT_ROWS = 2
 _ANY_CONTEXT = 1 << 30
-# Tokens up to which values are copied by the threads alone. H200, us a token of 0.6B without and with the copy engine:
+# Fewest tokens of a step up to which its threads copy all values. H200, us a token without and with the copy engine:
 # 512 tokens 516 and 541, 1,024 512 and 537, 2,048 556 and 559, 3,300 576 and 572, 4,096 585 and 569, 8,192 758 and 751.
 _SHORT_FOR_THE_ENGINE = 2048
 _ALONE = {"teams": 0, "warps": 1, "either": 2}
@@ -168,8 +168,9 @@ def plan_layout(
             attention = _attention(c, rows, blocks, teams, contexts)
             size = fixed + slots * slot
             # What kernels_src/decode/values.cuh wants; it uses the engine where segments are multiplied in pairs.
-            whole = rows == 1 and streams == _WARPS and teams == 2 and not overlay and c.head_dim % 64 == 0
-            engine = copy_engine and whole and attention == "teams" and contexts[0] > _SHORT_FOR_THE_ENGINE
+            whole = rows == 1 and teams == 2 and not overlay and c.head_dim % 64 == 0 and c.hidden_size <= 2048
+            pairs = streams == _WARPS and ring_k == 128 and slots == _MOST_DIRECT_SLOTS
+            engine = copy_engine and whole and pairs and attention == "teams" and contexts[0] > _SHORT_FOR_THE_ENGINE
             return Layout(
                 rows, blocks, streams, ring_k, slots, partials, owned, direct, teams, overlay, attention, engine, size
             )

@@ -1,8 +1,8 @@
 // Attention of one step over the paged cache, the same bits as attention_decode.cu. An item is a chunk of 128 keys of one
 // sequence for the query heads of one key/value head, the rows of a 16-row mma tile; a team of 8 warps works on it. Its keys go
-// from the cache to registers, its values to shared memory, those of the next item while this one is computed; the keys of a
-// layer's first item have been asked for into L2. The team also norms and rotates its heads and, in the last chunk, the new
-// key, and writes key and value to the cache.
+// from the cache to registers, its values to shared memory, those of the next item while this one is computed; of a layer's
+// first item, the keys have been asked for into L2, and the values may come by the copy engine (decode/values.cuh). The team
+// also norms and rotates its heads and, in the last chunk, the new key, and writes key and value to the cache.
 // A sequence of no more chunks than a block has teams is finished in that block; the parts of a longer one are merged by the
 // blocks together (decode/merge.cuh).
 // Test: tests/test_decode_step.py

@@ -4,14 +4,14 @@
 #pragma once
 #include "ptx/mbarrier.cuh"
 
-// A CUtensorMap, passed by value as `const __grid_constant__ TensorMap` (cukern/jit/tensor_map.py makes it).
+// A CUtensorMap (made by cukern/jit/tensor_map.py): a parameter, `const __grid_constant__ TensorMap`, or in global memory.
 struct __align__(64) TensorMap {
   u64 opaque[16];
 };
 
 // Of a map in global memory that a copy from the host has written, before its use in this block.
 __device__ __forceinline__ void acquire_tensor_map(const TensorMap *map) {
-  asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
+  asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
 }
 
 __device__ __forceinline__ void prefetch_tensor_map(const TensorMap *map) {
@@ -66,7 +66,8 @@ __device__ __forceinline__ void tma_load_4d_multicast(void *smem, const TensorMa
       : "memory");
 }
 
-// After ordinary stores to shared memory, before a barrier behind which the tensor cores or the copy engine read them.
+// After ordinary stores to shared memory, before a barrier behind which the tensor cores or the copy engine read them, or the
+// copy engine writes in their place.
 __device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // The box from this block's shared memory to (column, row) of the tensor; what lies outside is not written. Behind ordinary
