@@ -161,9 +161,8 @@ __global__ void __launch_bounds__(THREADS, 1)
   };
 
   Attention<T> attention{shared, rows, tables, max_blocks, page_shift, num_blocks, max_chunks, eps, c, part_acc, part_stats,
-                         part_words, Link{attended, 0}, Link{qkv, 0}, plan,
-                         ValueCopies{shared, plan, value_map, page_shift, num_blocks}};
-  const ValueCopies &copies = attention.copies;
+                         part_words, Link{attended, 0}, Link{qkv, 0}, plan};
+  const ValueCopies copies{shared, plan, value_map, page_shift, num_blocks};
   const bool last_warp = threadIdx.x >= THREADS - 32;
   if (threadIdx.x == 0) copies.start();
   attention.choose();

@@ -137,7 +137,8 @@ def heads_map(
     Returns
     -------
     TensorMap
-        Bytes, to be passed by value as ``const __grid_constant__``; remembered, as in :func:`matrix_map`.
+        Bytes, to be passed by value as ``const __grid_constant__`` or put into device memory; remembered, as in
+        :func:`matrix_map`.
 
     Raises
     ------

@@ -45,7 +45,6 @@ template <class T> struct Attention {
   Link out;                      // T [ROWS, Q_SIZE]
   Link qkv;                      // T [ROWS, QKV_SIZE]
   const Plan &plan;
-  ValueCopies copies;
 
   // Kept in shared memory, registers are scarce. No sequence has more chunks than there are teams: nothing is left to merge.
   __device__ __forceinline__ bool couples() const { return ALONE != 1 && plan.couples != 0; }
