@@ -19,8 +19,8 @@
 // Numerics  the bits of every result are those of the operators called one after another (docs/numerics.md)
 // Template  T half | bf16; the model and the batch by macros, see decode/shape.cuh
 // PROFILE   every warp writes its clock at points of each layer (MARK) into `stamps` [gridDim.x, LAYERS + 1, MARKS, WARPS]
-// Measured: 58 % of 4.8 TB/s (Qwen3-0.6B, batch 1, context 128), 60 % (context 4,096), 72 % (32,768), 78 % (4B, context 128),
-//           85 % (8B); H200, docs/performance.md
+// Measured: 57 % of 4.8 TB/s (Qwen3-0.6B, batch 1, context 128), 60 % (context 4,096), 71 % (32,768), 76 % (4B, context 128),
+//           84 % (8B); H200, docs/performance.md
 #include "decode/merge.cuh"
 #include "decode/warp_attention.cuh"
 #include "ptx/grid_barrier.cuh"
