@@ -208,9 +208,37 @@ def test_parts_are_counted_in_32_bits() -> None:
 
 def test_min_context_is_checked() -> None:
     scene = Scene(model_of("hd128-fp16"), (5,))
-    for wrong in (0, 33, 1.5, True, "a"):
-        with pytest.raises(ValueError, match=f"min_context must be 1 to 32, what the block tables hold, got {wrong}"):
-            scene.stepped(3, width=2, min_context=wrong)
+    with pytest.raises(ValueError, match="min_context must be 1 to 32, what the block tables hold, got 33"):
+        scene.stepped(3, width=2, min_context=33)
+
+
+@pytest.mark.parametrize("name", ["max_batch", "max_blocks_per_seq", "min_context", "blocks", "max_shared_mem"])
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        (0, ValueError, "must be at least 1, got 0"),
+        (-3, ValueError, "must be at least 1, got -3"),
+        (True, ValueError, "must be at least 1, got True"),
+        (1.5, TypeError, "must be an integer, got 1.5"),
+        (float("nan"), TypeError, "must be an integer, got nan"),
+        ("3", TypeError, "must be an integer, got '3'"),
+    ],
+)
+def test_sizes_are_checked(name: str, wrong: object, error: type[Exception], message: str) -> None:
+    model = model_of("tied-fp16")
+    sizes: dict[str, Any] = {"max_batch": 1, "max_blocks_per_seq": 4, name: wrong}
+    with pytest.raises(error, match=f"DecodeStep: {name} {message}"):
+        DecodeStep(model, model.new_cache(4), **sizes)
+
+
+def test_narrow_integers_do_not_overflow() -> None:
+    scene = Scene(model_of("hd128-fp16"), (100,))
+    cache = PagedKVCache(scene.model.config, np.int8(120), np.int16(16), scene.model.device, scene.model.dtype)
+    assert cache.num_blocks * cache.block_size == 1920
+    step = DecodeStep(scene.model, cache, np.int8(1), np.int8(120), min_context=np.int8(100), blocks=np.int8(3))
+    assert step.layout == DecodeStep(scene.model, cache, 1, 120, min_context=100, blocks=3).layout
+    got = scene.stepped(np.int8(3), max_batch=np.int8(1), width=np.int8(120), min_context=np.int8(100))
+    assert_same(scene, got, scene.expected())
 
 
 @pytest.mark.parametrize("heads", [(6, 1), (12, 3)])
@@ -459,6 +487,10 @@ def test_bad_arguments() -> None:
         DecodeStep(model, cache, 1, 0)
     with pytest.raises(ValueError, match="a batch of 17: it takes 1 to 16"):
         DecodeStep(model, cache, 17, 4)
+    with pytest.raises(ValueError, match="cache has no blocks"):
+        DecodeStep(model, model.new_cache(0), 1, 4)
+    with pytest.raises(TypeError, match="DecodeStep: profile must be True or False, got 'x'"):
+        DecodeStep(model, cache, 1, 4, profile="x")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="every layer"):
         DecodeStep(model, ScratchKVCache(model.config, 4, 16, model.device, model.dtype), 1, 4)
     with pytest.raises(ValueError, match="float32"):

@@ -374,6 +374,16 @@ def test_sizes_must_be_positive_integers(model, name, value):
         LLM(model, **{name: value})
 
 
+def test_narrow_integers_do_not_overflow(model):
+    sizes = dict.fromkeys(("max_num_seqs", "num_blocks", "block_size", "max_batched_tokens", "max_model_len"), 16)
+    narrow = LLM(model, **{name: np.int8(size) for name, size in sizes.items()})
+    wide = LLM(model, **sizes)
+    assert narrow.max_model_len == wide.max_model_len
+    found = [llm.generate([1, 2, 3], dataclasses.replace(GREEDY, max_tokens=4))[0].token_ids for llm in (narrow, wide)]
+    assert found[0] == found[1]
+    assert len(found[0]) == 4
+
+
 @pytest.mark.parametrize(
     ("option", "error", "message"),
     [

@@ -249,8 +249,11 @@ class DecodeStep:
 
     Raises
     ------
+    TypeError, ValueError
+        A size that is no integer, or below 1; a flag that is none.
     ValueError
-        A model or batch that this kernel does not run (see `supported`).
+        A cache that is not the model's or has no blocks; a model or batch that this kernel does not run (see
+        `supported`).
     """
 
     def __init__(
@@ -266,19 +269,27 @@ class DecodeStep:
         profile: bool = False,
     ) -> None:
         from .. import jit
+        from ..jit.launch import check_flag
         from ..ops._arrays import CTYPES
         from ..ops._attention import softmax_constants
+        from ..ops._rows import as_count
 
+        # As Python's integers: NumPy's narrow ones would overflow in what follows.
+        max_batch = as_count("DecodeStep", "max_batch", max_batch)
+        max_blocks_per_seq = as_count("DecodeStep", "max_blocks_per_seq", max_blocks_per_seq)
+        min_context = as_count("DecodeStep", "min_context", min_context)
+        blocks = None if blocks is None else as_count("DecodeStep", "blocks", blocks)
+        max_shared_mem = None if max_shared_mem is None else as_count("DecodeStep", "max_shared_mem", max_shared_mem)
+        check_flag("DecodeStep", "profile", profile)
         self.model, self.cache, self.max_batch = model, cache, max_batch
-        if max_blocks_per_seq < 1:
-            raise ValueError(f"max_blocks_per_seq must be at least 1, got {max_blocks_per_seq}")
         if isinstance(cache, ScratchKVCache) or cache.k.shape[0] != model.config.num_hidden_layers:
             raise ValueError("cache must hold every layer of the model; make one with model.new_cache")
         if cache.k.dtype != model.dtype:
             raise ValueError(f"cache is {cache.k.dtype}, the model computes in {model.dtype}")
+        if cache.num_blocks == 0:
+            raise ValueError("cache has no blocks; a step appends to it")
         most = max_blocks_per_seq * cache.block_size
-        whole = isinstance(min_context, (int, np.integer)) and not isinstance(min_context, bool)
-        if not whole or not 1 <= min_context <= most:
+        if min_context > most:
             raise ValueError(f"min_context must be 1 to {most}, what the block tables hold, got {min_context}")
         c = model.config
         self.blocks, layout = _plan(model, max_batch, blocks, max_shared_mem, profile, (min_context, most))

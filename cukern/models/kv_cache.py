@@ -60,6 +60,7 @@ class PagedKVCache:
             raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {block_size!r}")
         if isinstance(num_blocks, bool) or not isinstance(num_blocks, (int, np.integer)) or num_blocks < 0:
             raise ValueError(f"num_blocks must be an integer that is not negative, got {num_blocks!r}")
+        num_blocks, block_size = int(num_blocks), int(block_size)  # NumPy's narrow integers would overflow
         layers = config.num_hidden_layers if num_layers is None else num_layers
         shape = (layers, num_blocks, config.num_key_value_heads, block_size, config.head_dim)
         self.num_blocks, self.block_size = num_blocks, block_size
