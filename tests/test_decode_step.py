@@ -487,7 +487,7 @@ def test_bad_arguments() -> None:
         DecodeStep(model, cache, 1, 0)
     with pytest.raises(ValueError, match="a batch of 17: it takes 1 to 16"):
         DecodeStep(model, cache, 17, 4)
-    with pytest.raises(ValueError, match="cache has no blocks"):
+    with pytest.raises(ValueError, match="cache has no blocks; make one with"):
         DecodeStep(model, model.new_cache(0), 1, 4)
     with pytest.raises(TypeError, match="DecodeStep: profile must be True or False, got 'x'"):
         DecodeStep(model, cache, 1, 4, profile="x")  # type: ignore[arg-type]

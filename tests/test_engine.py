@@ -368,9 +368,12 @@ def test_other_refusals(llm, make, model):
 @pytest.mark.parametrize(
     "name", ["max_num_seqs", "max_batched_tokens", "block_size", "max_model_len", "num_blocks", "kv_memory"]
 )
-@pytest.mark.parametrize("value", [0, -1, 1.5, True, "8"])
-def test_sizes_must_be_positive_integers(model, name, value):
-    with pytest.raises(ValueError, match=f"LLM: {name} must be a positive integer"):
+@pytest.mark.parametrize(
+    ("value", "error"), [(0, ValueError), (-1, ValueError), (True, ValueError), (1.5, TypeError), ("8", TypeError)]
+)
+def test_sizes_must_be_positive_integers(model, name, value, error):
+    must = "at least 1" if error is ValueError else "an integer"
+    with pytest.raises(error, match=f"LLM: {name} must be {must}, got {value!r}"):
         LLM(model, **{name: value})
 
 

@@ -89,13 +89,15 @@ class LLM:
     ) -> None:
         from cukern.jit.launch import check_flag
         from cukern.models import Qwen3, resolve_checkpoint
+        from cukern.ops._rows import as_count
 
-        max_num_seqs = _as_positive("max_num_seqs", max_num_seqs)
-        max_batched_tokens = _as_positive("max_batched_tokens", max_batched_tokens)
-        block_size = _as_positive("block_size", block_size)
-        max_model_len = None if max_model_len is None else _as_positive("max_model_len", max_model_len)
-        num_blocks = None if num_blocks is None else _as_positive("num_blocks", num_blocks)
-        kv_memory = None if kv_memory is None else _as_positive("kv_memory", kv_memory)
+        # As Python's integers: NumPy's narrow ones would overflow in what follows.
+        max_num_seqs = as_count("LLM", "max_num_seqs", max_num_seqs)
+        max_batched_tokens = as_count("LLM", "max_batched_tokens", max_batched_tokens)
+        block_size = as_count("LLM", "block_size", block_size)
+        max_model_len = None if max_model_len is None else as_count("LLM", "max_model_len", max_model_len)
+        num_blocks = None if num_blocks is None else as_count("LLM", "num_blocks", num_blocks)
+        kv_memory = None if kv_memory is None else as_count("LLM", "kv_memory", kv_memory)
         check_flag("LLM", "cuda_graphs", cuda_graphs)
         if tokenizer is not None and not isinstance(tokenizer, (str, os.PathLike, Tokenizer)):
             raise TypeError(f"LLM: tokenizer must be a folder or a Tokenizer, got {type(tokenizer).__name__}")
@@ -515,13 +517,6 @@ class Stream(Iterator[str]):
     def __del__(self) -> None:
         if hasattr(self, "_request"):  # not set when __init__ failed
             self.close()
-
-
-def _as_positive(name: str, value: Any) -> int:
-    """As a Python int: NumPy's narrow ones would overflow in products of sizes."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise ValueError(f"LLM: {name} must be a positive integer, got {value!r}")
-    return int(value)
 
 
 def _unordered(value: Any) -> bool:

@@ -287,7 +287,7 @@ class DecodeStep:
         if cache.k.dtype != model.dtype:
             raise ValueError(f"cache is {cache.k.dtype}, the model computes in {model.dtype}")
         if cache.num_blocks == 0:
-            raise ValueError("cache has no blocks; a step appends to it")
+            raise ValueError("cache has no blocks; make one with model.new_cache(num_blocks)")
         most = max_blocks_per_seq * cache.block_size
         if min_context > most:
             raise ValueError(f"min_context must be 1 to {most}, what the block tables hold, got {min_context}")
